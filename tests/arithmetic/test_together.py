@@ -23,8 +23,8 @@ from evenstep.collectives import tree_sum
 from evenstep.errors import ModelError
 
 SHARDS = 3
-PARTS = 8
-SAMPLES = 6  # of each operation and dtype
+PARTS = 16
+SAMPLES = 4  # of each operation and dtype
 LEFT_OUT = ("empty", "chalf", "to_sparse", "tensor_split")  # the last reads numbers by address
 DTYPES = (torch.float32, torch.int64)
 

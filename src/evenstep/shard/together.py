@@ -13,6 +13,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import optree
@@ -98,10 +99,9 @@ class Together:
         if kind not in self._shown:
             leaves, value = _one_by_one(replica, works, cut, take, objective)
         if self.refused is None:
-            watched = _WatchedReads() if value is not None else contextlib.nullcontext()
+            watched = contextlib.nullcontext() if value is None else _WatchedReads()
             try:
-                with watched:
-                    found = _at_once(replica, works, cut, objective)
+                found = _at_once(replica, works, cut, objective, watched)
             except Exception as error:  # if it is the user's, a shard by itself raises it, too
                 replica.put_back_buffers()
                 self._refuse(str(error) or type(error).__name__)
@@ -156,14 +156,20 @@ def _one_by_one(
 
 
 def _at_once(
-    replica: Replica, works: Sequence[ShardWork], cut: Cut, objective: ShardObjective
+    replica: Replica,
+    works: Sequence[ShardWork],
+    cut: Cut,
+    objective: ShardObjective,
+    watched: AbstractContextManager[object],
 ) -> tuple[list[Leaf], PartialSum]:
     first, shards = works[0], len(works)
     batch = _joined([cut.views[work.shard] for work in works], cut)
     replica.put_buffers(_copies(one, shards) for one in replica.opening)
     numbers = [ShardRandomness(work.random_seed) for work in works]
     with ShardRandomness(_refuse_state), computing_together(shards, numbers):
-        total, count, *outputs = forward_and_backward(replica, first._replace(batch=batch), objective)
+        with watched:
+            work = first._replace(batch=batch)
+            total, count, *outputs = forward_and_backward(replica, work, objective)
         gradients = [parameter.grad for parameter in replica.parameters]
         for parameter in replica.parameters:
             parameter.grad = None
@@ -236,8 +242,8 @@ class _WatchedReads(TorchFunctionMode):
 
 
 _READS = {
-    **dict.fromkeys(("numpy", "tolist", "__array__", "__dlpack__", "data_ptr", "storage"), 0),
-    **{"untyped_storage": 0, "tensor_split": 1},
+    **dict.fromkeys(("numpy", "tolist", "__array__", "__dlpack__"), 0),
+    "tensor_split": 1,
 }
 """By the name of a function, the place of the argument that it reads by its address."""
 
