@@ -160,7 +160,7 @@ def test_a_wrong_rule_is_found_before_it_matters(at_once, monkeypatch):
 
     monkeypatch.setattr(region._form(torch.ops.aten.relu.default), "rule", wrong)
     state, losses = train(*MODELS["perceptron"])
-    assert at_once == [8]  # once, and compared
+    assert len(at_once) == 1  # and compared
     expected, own_losses = by_themselves(monkeypatch, *MODELS["perceptron"])
     assert_same_bits(state, expected)
     assert losses == own_losses
