@@ -1,5 +1,6 @@
 """What every test shares: one intra-op thread in the test's own thread, and no leftover lanes."""
 
+import faulthandler
 import getpass
 import os
 import signal
@@ -25,6 +26,7 @@ settings.load_profile("evenstep")
 
 SHARED = Path(__file__).parents[2] / "shared"
 BUILD = Path(__file__).parents[1] / "build"
+STDERR = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser):
@@ -36,12 +38,33 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    config.stash[STDERR] = os.dup(2)  # as it is outside of tests, where it is captured
     # torch finds compiled code in its cache that was made for the vectors of another setting.
     capability = torch.backends.cpu.get_cpu_capability()
     cache = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}_{capability}")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     if config.getoption("--accelerator") and not emu.missing():
         emu.load(BUILD)
+
+
+def pytest_timeout_set_timer(item, settings):
+    """Have a test that takes too long end its process, after printing the stacks of all threads.
+
+    A worker's output is lost, but not what it writes to stderr; and a test that waits in C, holding
+    the interpreter's lock, ends, too.
+    """
+    stderr = item.config.stash[STDERR]
+    faulthandler.dump_traceback_later(settings.timeout, exit=True, file=stderr)
+    return True
+
+
+def pytest_timeout_cancel_timer(item):
+    faulthandler.cancel_dump_traceback_later()
+    return True
+
+
+def pytest_enter_pdb():
+    faulthandler.cancel_dump_traceback_later()
 
 
 def pytest_ignore_collect(collection_path, config):

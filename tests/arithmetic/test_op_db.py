@@ -5,6 +5,7 @@ the operation is refused by name.
 """
 
 import contextlib
+import itertools
 import warnings
 from unittest import mock
 
@@ -15,7 +16,7 @@ from torch.utils import _pytree as pytree
 import evenstep
 from evenstep.errors import ModelError
 
-PARTS = 8
+PARTS = 24  # the first one is quick
 SAMPLES = 12  # of each operation and dtype
 DTYPES = (torch.float32, torch.int64, torch.bool, torch.bfloat16)
 RANDOM = ("rand", "normal", "bernoulli", "uniform", "dropout", "multinomial", "exponential")
@@ -37,7 +38,7 @@ def samples(operation, dtype):
     needs_gradient = dtype is torch.float32 and operation.supports_autograd
     with contextlib.suppress(Exception):  # some need what isn't installed
         found = operation.sample_inputs("cpu", dtype, requires_grad=needs_gradient)
-        yield from [*found][:SAMPLES]
+        yield from [*itertools.islice(found, SAMPLES)]
 
 
 def outcome(function, sample, *, portable, in_place):
@@ -111,7 +112,7 @@ def test_every_sample_has_torchs_result_or_is_refused(part):
                     if not is_like(found, expected, dtype):
                         wrong.append((operation.name, dtype, in_place, str(sample)[:300]))
     assert not wrong
-    assert compared > 1000
+    assert compared > 300
 
 
 OPERANDS = (

@@ -189,15 +189,19 @@ PORTABLE void likelihood(long batch, long classes, long inner, const float *x,
 }
 
 /* Its gradient: out = -weight[t] * g at each target t, 0 elsewhere. NONE: g is that of the example;
-   MEAN: g is divided by the total first. */
+   MEAN: g is divided by the total first. `wrong` is as above. */
 PORTABLE void likelihood_gradient(long batch, long classes, long inner, const float *g,
                                   const int64_t *target, const float *weight, long ignored,
-                                  long reduction, const float *total, float *out) {
+                                  long reduction, const float *total, float *out, long *wrong) {
   memset(out, 0, batch * classes * inner * sizeof(float));
-  float shared = reduction == MEAN ? *g / *total : *g;
+  float shared = reduction == MEAN ? *g / *total : reduction == SUM ? *g : 0;
   for (long i = 0; i < batch * inner; i++) {
     long class = target[i];
     if (class == ignored) continue;
+    if (class < 0 || class >= classes) {
+      *wrong = class;
+      return;
+    }
     float own = weight ? weight[class] : 1.0f;
     out[(i / inner * classes + class) * inner + i % inner] =
         -own * (reduction == NONE ? g[i] : shared);

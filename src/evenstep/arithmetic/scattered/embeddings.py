@@ -68,6 +68,11 @@ def embedding_bag(
         return NotImplemented
     indices, offsets = indices.to(torch.int64), offsets.to(torch.int64)
     bags = len(offsets) - include_last_offset
+    if bags > 0 and not 0 == int(offsets[0]) <= int(offsets[-1]) <= len(indices):
+        raise RuntimeError(
+            f"offsets of {len(indices)} indices begin with 0 and end with at most that, but got "
+            f"{int(offsets[0])} and {int(offsets[-1])}"
+        )
     starts = torch.bincount(offsets[:bags], minlength=len(indices) + 1)
     bag_of = starts.cumsum(0)[: len(indices)] - 1
     used = indices != padding_idx

@@ -45,11 +45,19 @@ def add_rows(
 
     Raises:
         IndexError: a place is negative or not below depth; the other rows have been added.
+        RuntimeError: the places are no integers, or the rows are more, fewer or longer than needed.
     """
     assert out.is_contiguous()
+    n, length = len(rows) // max(blocks, 1), rows.shape[1]
+    if at.dtype not in (torch.int64, torch.int32):
+        raise RuntimeError(f"Expected dtype int32/int64 for index, but got {at.dtype}")
+    if len(at) not in (n, blocks * n) or (len(rows), out.shape[1]) != (blocks * n, length):
+        raise RuntimeError(
+            f"{len(at)} places for {len(rows)} rows of {length} numbers, to be added to "
+            f"{len(out)} rows of {out.shape[1]}"
+        )
     if rows.numel() == 0:
         return out
-    n, length = len(rows) // blocks, rows.shape[1]
     depth = len(out) // blocks
     at, rows = at.to(torch.int64).contiguous(), rows.contiguous()
     step = 0 if len(at) == n else n
@@ -122,7 +130,9 @@ def index_add_(
     if target.ndim == 0:
         index_add_(target.view(1), 0, index, source.view(1), alpha=alpha)
         return target
-    dim %= target.ndim
+    dim = _dim(target, dim)
+    if index.ndim > 1:
+        raise IndexError(f"index_add_: the index has {index.ndim} dimensions, and may have 1")
     if source.shape != (*target.shape[:dim], index.numel(), *target.shape[dim + 1 :]):
         raise RuntimeError(
             f"index_add_ of {index.numel()} slices along dimension {dim}: source has shape "
@@ -165,7 +175,13 @@ def scatter_add_(
         return target
     if index.numel() == 0:
         return target
-    dim %= target.ndim
+    dim = _dim(target, dim)
+    if not target.ndim == max(index.ndim, 1) == max(src.ndim, 1):
+        raise RuntimeError(
+            f"scatter_add_: self, index and src have {target.ndim}, {index.ndim} and {src.ndim} "
+            f"dimensions, and must have the same number"
+        )
+    index, src = (one if one.ndim else one.view(1) for one in (index, src))
     if _is_of_rows(target, dim, index):
         return _add_rows_along(target, dim, index, src)
     # The part of the target that the index covers, with the dimension last.
@@ -181,6 +197,12 @@ def scatter_add_(
     add_rows(changed.view(-1, 1), places, values, blocks=changed.numel() // changed.shape[-1])
     _stored(part, changed)
     return target
+
+
+def _dim(target: torch.Tensor, dim: int) -> int:
+    """Return a dimension counted from the first."""
+    target.size(dim)  # raises torch's error if there is no such dimension
+    return dim % target.ndim
 
 
 def _is_of_rows(target: torch.Tensor, dim: int, index: torch.Tensor) -> bool:
@@ -304,7 +326,7 @@ def index_put_(
         return aten.index_put_.default(target, indices, values)
     if not is_float32(target, values):
         return NotImplemented
-    given = _without_masks(indices)
+    given = _without_masks(target, indices)
     axes = [axis for axis, index in enumerate(given) if index is not None]
     chosen = torch.broadcast_tensors(*(given[axis] for axis in axes))
     behind = [axis for axis in range(target.ndim) if axis not in axes]
@@ -335,11 +357,21 @@ def index_put(
     return index_put_(_copied(base), indices, values, accumulate)
 
 
-def _without_masks(indices: Indices) -> list[torch.Tensor | None]:
-    """Return indices with masks replaced by the places where they are true."""
+def _without_masks(target: torch.Tensor, indices: Indices) -> list[torch.Tensor | None]:
+    """Return indices with masks replaced by the places where they are true.
+
+    Raises:
+        IndexError: a mask doesn't have the shape of the dimensions that it stands for.
+    """
     found: list[torch.Tensor | None] = []
     for index in indices:
         if index is not None and index.dtype in (torch.bool, torch.uint8):
+            first = len(found)
+            if target.shape[first : first + index.ndim] != index.shape:
+                raise IndexError(
+                    f"a mask of shape {tuple(index.shape)} at dimension {first} of a tensor of "
+                    f"shape {tuple(target.shape)}"
+                )
             found += index.nonzero().unbind(1)
         else:
             found.append(index)

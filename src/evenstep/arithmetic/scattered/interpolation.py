@@ -172,6 +172,11 @@ def _axes(
     named: dict[str, float | None],
 ) -> list[Taps]:
     given = _given(len(before), scales, named)
+    if not all(size > 0 for size in (*before, *after)):
+        raise RuntimeError(
+            f"Input and output sizes should be greater than 0, but got {list(before)} and "
+            f"{list(after)}"
+        )
     return [of(*one, flag, scale) for *one, scale in zip(before, after, given, strict=True)]
 
 

@@ -118,6 +118,7 @@ def means(values: torch.Tensor, boxes: Boxes) -> torch.Tensor:
 
 def _gradients(grad: torch.Tensor, like: torch.Tensor, boxes: Boxes) -> torch.Tensor:
     ndim = len(boxes.sizes)
+    _check_shape(grad, (*like.shape[:-ndim], *boxes.sizes))
     grad, channels = _arranged(grad, ndim)
     result = torch.empty(like.shape, dtype=grad.dtype, memory_format=layout_of(grad)).zero_()
     if grad.numel():
@@ -127,6 +128,11 @@ def _gradients(grad: torch.Tensor, like: torch.Tensor, boxes: Boxes) -> torch.Te
             *(grad.data_ptr(), result.data_ptr(), scratch(like.shape[-1] * channels)),
         )
     return result
+
+
+def _check_shape(grad: torch.Tensor, expected: Sequence[int]) -> None:
+    if grad.shape != torch.Size(expected):
+        raise RuntimeError(f"got a gradient of shape {tuple(grad.shape)}, not {tuple(expected)}")
 
 
 def _pooling(
@@ -256,6 +262,8 @@ def _of_maxima(
 ) -> torch.Tensor:
     if not is_float32(grad, values):
         return NotImplemented
+    _check_shape(grad, indices.shape)
+    _check_shape(grad, (*values.shape[:-ndim], *grad.shape[-ndim:]))
     indices, channels = _arranged(indices, ndim)
     layout = layout_of(indices)
     grad = grad.contiguous(memory_format=layout)

@@ -72,6 +72,11 @@ def attention(
         return NotImplemented
     batch, heads, targets, _ = query.shape
     sources = key.shape[2]
+    if value.shape[2] != sources or key.shape[3] != query.shape[3]:
+        raise RuntimeError(
+            f"attention of queries {tuple(query.shape)} and keys {tuple(key.shape)} to values "
+            f"{tuple(value.shape)}"
+        )
     key, value = (one.expand(batch, heads, *one.shape[2:]) for one in (key, value))
     if attn_mask is not None:
         attn_mask = attn_mask.expand(batch, heads, targets, sources)

@@ -174,14 +174,14 @@ def gradients_by_shard(
     batches, examples, channels, *space = of_out.shape
     of_weight = of_bias = None
     if mask[0]:
-        of_weight = torch.empty((batches, *weight.shape))
+        of_weight = weight.new_empty((batches, *weight.shape))
         parts = (source[0], weight, of_out[0])
         geometry = _geometry(*map(Array.of, parts), window, False)
         memory = scratch(geometry.floats)
         for at in zip(*map(_addresses, (source, of_out, of_weight)), strict=True):
             _convolve_for_weights(geometry.address, *at, memory)
     if mask[1]:
-        of_bias = torch.empty((batches, channels))
+        of_bias = weight.new_empty((batches, channels))
         sizes = (examples, channels, math.prod(space))
         for at in zip(*map(_addresses, (of_out, of_bias)), strict=True):
             _sum_channels(*sizes, *at)

@@ -14,7 +14,7 @@ from evenstep.arithmetic.sums.arranged import sizes_around
 _softmax = Function("softmax", "llllpp")
 _softmax_gradient = Function("softmax_gradient", "llllppp")
 _likelihood = Function("likelihood", "lllpppllppp")
-_likelihood_gradient = Function("likelihood_gradient", "lllpppllpp")
+_likelihood_gradient = Function("likelihood_gradient", "lllpppllppp")
 
 
 def _softmaxed(log: bool, x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
@@ -44,6 +44,8 @@ def _softmax_backward(
 ) -> torch.Tensor:
     if dtype is not torch.float32 or not is_float32(grad, output):
         return NotImplemented
+    if grad.shape != output.shape:
+        raise RuntimeError(f"outputs {tuple(output.shape)}, but gradients {tuple(grad.shape)}")
     outer, n, inner = sizes_around(output, dim)
     grad, output = grad.contiguous(), output.contiguous()
     out = torch.empty_like(output)
@@ -67,10 +69,13 @@ def log_softmax_backward(
     return _softmax_backward(True, grad_output, output, dim, input_dtype)
 
 
-def _examples(x: torch.Tensor, target: torch.Tensor) -> tuple[int, int, int]:
+def _examples(
+    x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None
+) -> tuple[int, int, int]:
     """Return the batch size, the number of classes, and the examples of each row of the batch.
 
     Raises:
+        RuntimeError: there isn't a weight for each class.
         ValueError: the targets don't have the shape of the scores without their classes.
     """
     at = 1 if x.ndim > 1 else 0
@@ -80,7 +85,10 @@ def _examples(x: torch.Tensor, target: torch.Tensor) -> tuple[int, int, int]:
             f"scores of shape {tuple(x.shape)} need targets of shape {tuple(expected)}, but got "
             f"{tuple(target.shape)}"
         )
-    return sizes_around(x, at)
+    batch, classes, inner = sizes_around(x, at)
+    if weight is not None and weight.shape != (classes,):
+        raise RuntimeError(f"{classes} classes, but weights of shape {tuple(weight.shape)}")
+    return batch, classes, inner
 
 
 def _is_taken(x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None) -> bool:
@@ -105,8 +113,8 @@ def nll_loss(
     """
     if not _is_taken(x, target, weight):
         return NotImplemented
-    out = torch.empty(target.shape if reduction == 0 else ())
-    total = torch.empty(())
+    out = x.new_empty(target.shape if reduction == 0 else ())
+    total = x.new_empty(())
     nll_losses(x[None], target[None], weight, reduction, ignore_index, out[None], total[None])
     return out, total
 
@@ -125,7 +133,7 @@ def nll_losses(
     Raises:
         IndexError: a target is neither a class nor ignored.
     """
-    batch, classes, inner = _examples(x[0], target[0])
+    batch, classes, inner = _examples(x[0], target[0], weight)
     x, target = x.contiguous(), target.contiguous()
     weight = weight if weight is None else weight.contiguous()
     wrong = ctypes.c_long(ignore_index)
@@ -135,8 +143,7 @@ def nll_losses(
             *(0 if weight is None else weight.data_ptr(), ignore_index, reduction),
             *(_address(out, number), _address(total, number), ctypes.addressof(wrong)),
         )
-        if wrong.value != ignore_index:
-            raise IndexError(f"Target {wrong.value} is out of bounds: there are {classes} classes.")
+        _check_targets(wrong, ignore_index, classes)
 
 
 def _address(tensor: torch.Tensor, number: int) -> int:
@@ -171,13 +178,22 @@ def nll_gradients(
     total: torch.Tensor,
 ) -> torch.Tensor:
     """Return the gradients of several batches, along the first dimension."""
-    batch, classes, inner = _examples(x[0], target[0])
+    batch, classes, inner = _examples(x[0], target[0], weight)
     weight = weight if weight is None else weight.contiguous()
-    out = torch.empty(x.shape)
+    if grad_output[0].numel() != (target[0].numel() if reduction == 0 else 1):
+        raise RuntimeError(f"got a gradient of shape {tuple(grad_output[0].shape)}")
+    out = x.new_empty(x.shape)
+    wrong = ctypes.c_long(ignore_index)
     for number in range(len(x)):
         _likelihood_gradient(
             *(batch, classes, inner, _address(grad_output, number), _address(target, number)),
             *(0 if weight is None else weight.data_ptr(), ignore_index, reduction),
-            *(_address(total, number), _address(out, number)),
+            *(_address(total, number), _address(out, number), ctypes.addressof(wrong)),
         )
+        _check_targets(wrong, ignore_index, classes)
     return out
+
+
+def _check_targets(wrong: ctypes.c_long, ignored: int, classes: int) -> None:
+    if wrong.value != ignored:
+        raise IndexError(f"Target {wrong.value} is out of bounds: there are {classes} classes.")

@@ -34,8 +34,21 @@ def _pointer(tensor: Maybe) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _dense(tensor: Maybe) -> Maybe:
-    return tensor if tensor is None else tensor.contiguous()
+def _dense(count: int, *tensors: Maybe) -> list[Maybe]:
+    """Return tensors of `count` numbers each, contiguous.
+
+    Raises:
+        RuntimeError: one has more or fewer numbers.
+    """
+    for one in tensors:
+        if one is not None and one.numel() != count:
+            raise RuntimeError(f"expected {count} numbers, but got shape {tuple(one.shape)}")
+    return [one if one is None else one.contiguous() for one in tensors]
+
+
+def _check_shape(tensor: torch.Tensor, expected: Sequence[int]) -> None:
+    if list(tensor.shape) != list(expected):
+        raise RuntimeError(f"expected shape {tuple(expected)}, but got {tuple(tensor.shape)}")
 
 
 def _channels(x: torch.Tensor) -> tuple[torch.memory_format, tuple[int, int, int]]:
@@ -70,18 +83,16 @@ def _normalised(
     layout, sizes = _channels(x)
     x = x.contiguous(memory_format=layout)
     out = torch.empty_like(x)
-    weight, bias = _dense(weight), _dense(bias)
+    channels = sizes[1]
+    weight, bias, *running = _dense(channels, weight, bias, running_mean, running_var)
     before = *sizes, x.data_ptr(), _pointer(weight), _pointer(bias)
     if not training:
-        assert running_mean is not None
-        assert running_var is not None
-        mean, var, channels = running_mean.contiguous(), running_var.contiguous(), sizes[1]
+        assert None not in running
         _batch_norm_fixed(
-            *(*before, mean.data_ptr(), var.data_ptr(), eps, scratch(channels), out.data_ptr())
+            *(*before, *map(_pointer, running), eps, scratch(channels), out.data_ptr())
         )
-        return out, torch.empty(0), torch.empty(0)
-    mean, invstd = torch.empty(sizes[1]), torch.empty(sizes[1])
-    running = [_dense(running_mean), _dense(running_var)]
+        return out, x.new_empty(0), x.new_empty(0)
+    mean, invstd = x.new_empty(channels), x.new_empty(channels)
     _batch_norm(
         *(*before, *map(_pointer, running), momentum, eps),
         *(mean.data_ptr(), invstd.data_ptr(), out.data_ptr()),
@@ -204,15 +215,16 @@ def batch_norm_backward(
     if not is_float32(grad_out, x, weight, *given):
         return NotImplemented
     layout, sizes = _channels(x)
+    _check_shape(grad_out, x.shape)
     x, grad_out = (one.contiguous(memory_format=layout) for one in (x, grad_out))
-    weight, mean, invstd = _dense(weight), *map(_dense, given)
     channels = sizes[1]
+    weight, mean, invstd = _dense(channels, weight, *given)
     if not train:
-        variance, invstd = invstd, torch.empty(channels)
+        variance, invstd = invstd, x.new_empty(channels)
         before = *sizes, 0, 0, 0, _pointer(mean), _pointer(variance)
         _batch_norm_fixed(*before, eps, invstd.data_ptr(), 0)
     outputs = [torch.empty_like(x) if output_mask[0] else None]
-    outputs += [torch.empty(channels) if is_wanted else None for is_wanted in output_mask[1:]]
+    outputs += [x.new_empty(channels) if is_wanted else None for is_wanted in output_mask[1:]]
     _batch_norm_gradient(
         *(not train, *sizes, grad_out.data_ptr(), x.data_ptr()),
         *map(_pointer, (weight, mean, invstd, *outputs)),
@@ -239,10 +251,20 @@ def batch_norm_backward_with_reserve(
     return batch_norm_backward(grad_out, x, weight, *moments, update, eps, output_mask)
 
 
-def _rows(x: torch.Tensor, normalized_shape: Sequence[int]) -> tuple[list[int], int, int]:
-    """Return the shape of the moments, the number of rows, and their length."""
-    kept = x.ndim - len(normalized_shape)
+def _rows(
+    x: torch.Tensor, normalized_shape: Sequence[int], *affine: Maybe
+) -> tuple[list[int], int, int]:
+    """Return the shape of the moments, the number of rows, and their length.
+
+    Raises:
+        RuntimeError: the input, the weight or the bias doesn't have the normalised shape.
+    """
+    kept = max(x.ndim - len(normalized_shape), 0)
     outer = list(x.shape[:kept])
+    _check_shape(x, [*outer, *normalized_shape])
+    for one in affine:
+        if one is not None:
+            _check_shape(one, normalized_shape)
     return outer + [1] * len(normalized_shape), math.prod(outer), math.prod(normalized_shape)
 
 
@@ -256,11 +278,11 @@ def layer_norm(
     """
     if not is_float32(x, weight, bias):
         return NotImplemented
-    moments, rows, n = _rows(x, normalized_shape)
+    moments, rows, n = _rows(x, normalized_shape, weight, bias)
     x = x.contiguous()
-    out, mean, invstd = torch.empty_like(x), torch.empty(moments), torch.empty(moments)
-    weight = torch.ones(n) if weight is None else weight.contiguous()
-    bias = torch.zeros(n) if bias is None else bias.contiguous()
+    out, mean, invstd = torch.empty_like(x), x.new_empty(moments), x.new_empty(moments)
+    weight = x.new_ones(n) if weight is None else weight.contiguous()
+    bias = x.new_zeros(n) if bias is None else bias.contiguous()
     _layer_norm(
         *(rows, n, x.data_ptr(), weight.data_ptr(), bias.data_ptr(), eps),
         *(mean.data_ptr(), invstd.data_ptr(), out.data_ptr()),
@@ -287,16 +309,18 @@ def layer_norm_backward(
     """
     if not is_float32(grad_out, x, mean, rstd, weight):
         return NotImplemented
-    _, rows, n = _rows(x, normalized_shape)
+    _, rows, n = _rows(x, normalized_shape, weight, bias)
+    _check_shape(grad_out, x.shape)
+    moments = _dense(rows, mean, rstd)
     x, grad_out = x.contiguous(), grad_out.contiguous()
-    own = torch.ones(n) if weight is None else weight.contiguous()
+    own = x.new_ones(n) if weight is None else weight.contiguous()
     likes = x, weight, bias
     wanted = [m and like is not None for m, like in zip(output_mask, likes, strict=True)]
     shapes = x.shape, normalized_shape, normalized_shape
-    outputs = [torch.empty(shape) if m else None for m, shape in zip(wanted, shapes, strict=True)]
+    outputs = [x.new_empty(shape) if m else None for m, shape in zip(wanted, shapes, strict=True)]
     _layer_norm_gradient(
         *(rows, n, grad_out.data_ptr(), x.data_ptr(), own.data_ptr()),
-        *(mean.data_ptr(), rstd.data_ptr(), *map(_pointer, outputs)),
+        *map(_pointer, (*moments, *outputs)),
     )
     return outputs[0], outputs[1], outputs[2]
 
@@ -315,9 +339,10 @@ def group_norm(
     """Return (x − mean) · (invstd · weight) + bias, the mean and invstd, by those of each group."""
     if not is_float32(x, weight, bias):
         return NotImplemented
+    _check_groups(x, N, C, HxW, group)
     layout, x = layout_of(x), x.contiguous()
-    weight, bias = _dense(weight), _dense(bias)
-    out, mean, invstd = torch.empty_like(x), torch.empty(N, group), torch.empty(N, group)
+    weight, bias = _dense(C, weight, bias)
+    out, mean, invstd = torch.empty_like(x), x.new_empty(N, group), x.new_empty(N, group)
     _group_norm(
         *(N, group, C // group, HxW, x.data_ptr(), _pointer(weight), _pointer(bias), eps),
         *(mean.data_ptr(), invstd.data_ptr(), out.data_ptr()),
@@ -348,17 +373,27 @@ def group_norm_backward(
     """
     if not is_float32(grad_out, x, mean, rstd, weight):
         return NotImplemented
+    _check_groups(x, N, C, HxW, group)
+    _check_shape(grad_out, x.shape)
     layout, x, grad_out = layout_of(x), x.contiguous(), grad_out.contiguous()
-    weight, mean, rstd = _dense(weight), mean.contiguous(), rstd.contiguous()
+    (weight,), moments = _dense(C, weight), _dense(N * group, mean, rstd)
     shapes = zip(output_mask, (x.shape, (C,), (C,)), strict=True)
-    outputs = [torch.empty(shape) if is_wanted else None for is_wanted, shape in shapes]
+    outputs = [x.new_empty(shape) if is_wanted else None for is_wanted, shape in shapes]
     _group_norm_gradient(
         *(N, group, C // group, HxW, grad_out.data_ptr(), x.data_ptr(), _pointer(weight)),
-        *(mean.data_ptr(), rstd.data_ptr(), *map(_pointer, outputs), scratch(4 * C)),
+        *(*map(_pointer, (*moments, *outputs)), scratch(4 * C)),
     )
     grad_x = outputs[0]
     grad_x = grad_x if grad_x is None else grad_x.contiguous(memory_format=layout)
     return grad_x, outputs[1], outputs[2]
+
+
+def _check_groups(x: torch.Tensor, batch: int, channels: int, space: int, groups: int) -> None:
+    if groups < 1 or channels % groups or x.numel() != batch * channels * space:
+        raise RuntimeError(
+            f"{batch} examples with {channels} channels of {space} elements in {groups} groups, "
+            f"but got shape {tuple(x.shape)}"
+        )
 
 
 def _other_dims(x: torch.Tensor, dim: int) -> list[int]:

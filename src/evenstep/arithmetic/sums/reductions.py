@@ -39,7 +39,7 @@ def reduced_to(
     """Return the sum of a kind's terms: divided by their number, or its square root, in double."""
     to = arrangement(x, dim, keepdim)
     array = to.array(x)
-    out = torch.empty(to.shape, dtype=x.dtype)
+    out = x.new_empty(to.shape)
     kind = DOUBLES if x.dtype is torch.float64 else kind
     _reduce(
         *(kind, to.outer, to.pieces, to.n, to.inner, array.data_ptr()),
@@ -114,7 +114,7 @@ def _moments(
     """
     to = arrangement(x, dim, keepdim)
     array = to.array(x)
-    spread, centre = torch.empty(to.shape), torch.empty(to.shape)
+    spread, centre = x.new_empty(to.shape), x.new_empty(to.shape)
     divisor = max(0.0, to.pieces * to.n - (1 if correction is None else float(correction)))
     _variance(
         *(to.outer, to.pieces, to.n, to.inner, array.data_ptr(), divisor, root),
@@ -260,6 +260,6 @@ def logsumexp(x: torch.Tensor, dim: Dims, keepdim: bool = False) -> torch.Tensor
     if not is_float32(x):
         return NotImplemented
     to = arrangement(x, dim, keepdim, rows=True)
-    array, out = to.array(x), torch.empty(to.shape)
+    array, out = to.array(x), x.new_empty(to.shape)
     _log_sum_exp(to.outer, to.n, array.data_ptr(), out.data_ptr(), scratch(to.n))
     return to.finished(out)

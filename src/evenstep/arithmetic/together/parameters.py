@@ -132,7 +132,7 @@ def nll_loss(
         return NotImplemented
     shards, shape = region.shards, target.shape if reduction == 0 else ()
     given = [shards_of(one, shards) for one in (x, target)]
-    results = [torch.empty((shards, *shape)), torch.empty(shards)]
+    results = [x.new_empty((shards, *shape)), x.new_empty(shards)]
     nll_losses(*given, weight, reduction, ignore_index, *results)
     return tuple(of_shards(one, shards) for one in results)
 
