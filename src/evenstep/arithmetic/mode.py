@@ -139,7 +139,7 @@ def _way_of(operation: Any) -> _Way:
 
 
 # torch wraps the method for its compiler, which takes as long as the rest of a small operation.
-PortableMode.__torch_dispatch__ = _dispatch  # type: ignore[method-assign]
+PortableMode.__torch_dispatch__ = _dispatch  # type: ignore[method-assign, assignment]
 
 
 class Survey(PortableMode):

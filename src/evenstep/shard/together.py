@@ -1,10 +1,10 @@
 """Several shards as one batch, where each has the bits that it has alone.
 
 In portable arithmetic, what is computed for an example doesn't depend on how many others there are
-(`arithmetic/together`). So small models need not pay for each shard: the shards of a device that are
-a node of the canonical tree go through the model at once, and only what sums over examples is kept
-apart. Before shards of a size are computed so, they are computed once both ways, and every bit is
-compared.
+(`arithmetic/together`). So small models need not pay for each shard: the shards of a device that
+are a node of the canonical tree go through the model at once, and only what sums over examples is
+kept apart. Before shards of a size are computed so, they are computed once both ways, and every bit
+is compared.
 """
 
 from __future__ import annotations
@@ -63,7 +63,12 @@ class Together:
 
     def runs(self, replica: Replica, cut: Cut) -> Mapping[int, Sequence[range]]:
         """Return which shards of a batch may be computed at once: by the first, longest first."""
-        if self.refused is not None or cut.filled == 1 or not cut.can_join or not replica.may_accumulate:
+        if (
+            self.refused is not None
+            or cut.filled == 1
+            or not cut.can_join
+            or not replica.may_accumulate
+        ):
             return {}
         nbytes = sum(one.nbytes for one in replica.parameters)
         most = _LARGEST_BYTES // max(nbytes, 1)
@@ -149,8 +154,8 @@ def _one_by_one(
     leaves = []
     for work in works:
         own = work._replace(batch=take(work.shard))
-        given = {"objective": objective, "tree": tree}
-        leaves.append(compute_shard(replica, own, **given, may_accumulate=False))
+        leaf = compute_shard(replica, own, objective=objective, tree=tree, may_accumulate=False)
+        leaves.append(leaf)
     (value,) = tree.take_partials()
     return leaves, value
 
@@ -278,9 +283,13 @@ def _are_same(
     assert leaves is not None
     ours, theirs = ([*one.gradients, *one.buffers] for one in (value, other))
     for mine, its in zip(leaves, found, strict=True):
-        ours += [*map(_as_tensor, optree.tree_leaves(mine))]
-        theirs += [*map(_as_tensor, optree.tree_leaves(its))]
+        ours += [*map(_as_tensor, _leaves_of(mine))]
+        theirs += [*map(_as_tensor, _leaves_of(its))]
     return len(ours) == len(theirs) and all(map(_is_same, ours, theirs))
+
+
+def _leaves_of(leaf: Any) -> list[Any]:
+    return optree.tree_leaves(leaf)
 
 
 def _as_tensor(value: Any) -> torch.Tensor:

@@ -166,7 +166,8 @@ def gradients_by_shard(
     """Return the gradients of weights and bias of several batches, along the first dimension.
 
     Args:
-        of_out, source: contiguous; the second dimension counts examples.
+        of_out: the output's gradients, contiguous; the second dimension counts examples.
+        source: the inputs, as well.
         weight: contiguous, and the same for all batches.
         window: of a convolution that is not transposed.
         mask: whether the gradients of weights and bias are wanted.

@@ -178,8 +178,10 @@ def product_as(
     """Return a product of matrices, or of batches of them, and an addend.
 
     Args:
-        a, b: where the operands lie in memory.
-        a_as, b_as: their shapes and strides there.
+        a: where the left operand lies in memory.
+        a_as: its shape and strides there.
+        b: where the right operand lies.
+        b_as: its shape and strides there.
         addend: what to add, of a shape that broadcasts; None for nothing.
     """
     of_addend = () if addend is None else (addend.shape, addend.stride())

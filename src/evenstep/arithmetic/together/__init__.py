@@ -10,4 +10,11 @@ from evenstep.arithmetic.together.blocks import (
 from evenstep.arithmetic.together.region import computing_together
 from evenstep.arithmetic.together.sums import add_up
 
-__all__ = ["NotTogetherError", "add_up", "computing_together", "is_of_shards", "of_shards", "shards_of"]
+__all__ = [
+    "NotTogetherError",
+    "add_up",
+    "computing_together",
+    "is_of_shards",
+    "of_shards",
+    "shards_of",
+]

@@ -43,8 +43,9 @@ def blocks_of(tensor: torch.Tensor) -> Blocks | None:
 
 def is_of_shards(value: object) -> bool:
     """Whether a value is a tensor that stands for those of several shards."""
-    is_tensor = isinstance(value, torch.Tensor) and value.layout is torch.strided
-    return is_tensor and blocks_of(value) is not None
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return False
+    return blocks_of(value) is not None
 
 
 def whole(tensor: torch.Tensor, blocks: Blocks, ndim: int = 0) -> torch.Tensor:
@@ -55,14 +56,13 @@ def whole(tensor: torch.Tensor, blocks: Blocks, ndim: int = 0) -> torch.Tensor:
         blocks: how its storage is divided.
         ndim: the number of its dimensions to have at least: ones are put before its own.
     """
-    size, strides = tensor.shape, tensor.stride()
+    size: tuple[int, ...] = tensor.shape
+    strides = tensor.stride()
     missing = ndim - len(size)
     if missing > 0:
         ones = (1,) * missing
         size, strides = (*ones, *size), (*ones, *strides)
-    return tensor.as_strided(
-        (blocks.shards, *size), (blocks.nbytes // tensor.itemsize, *strides)
-    )
+    return tensor.as_strided((blocks.shards, *size), (blocks.nbytes // tensor.itemsize, *strides))
 
 
 def of_shard(tensor: torch.Tensor, blocks: Blocks, shard: int) -> torch.Tensor:
@@ -119,7 +119,7 @@ def divide(tensor: torch.Tensor, shards: int) -> Blocks:
     copies = torch.empty(0, dtype=torch.uint8).set_(storage).view(shards, nbytes)
     copies[1:] = copies[0]
     storage._evenstep_blocks = Blocks(shards, nbytes)
-    return storage._evenstep_blocks  # type: ignore[no-any-return]
+    return storage._evenstep_blocks
 
 
 def _is_marked(storage: Any) -> bool:

@@ -97,23 +97,24 @@ def convolution_backward(
     if blocks_of(weight) is not None:
         return NotImplemented
     shards = region.shards
-    *settings, (for_source, *for_parameters) = settings
-    of_source, found = None, (None, None)
+    *window_of, (for_source, *for_parameters) = settings
+    of_source: Any = None
+    found: Any = (None, None)
     if for_source:
         given = [examples_of_all(one, shards) for one in (of_out, source)]
         only = [True, False, False]
-        of_source = region.compute(op, *given, weight, *settings, only)[0]
+        of_source = region.compute(op, *given, weight, *window_of, only)[0]
         of_source = of_examples(of_source, shards)
     if any(for_parameters):
-        bias, stride, padding, dilation, transposed, _, groups = settings
+        _, stride, padding, dilation, transposed, _, groups = window_of
         arrays = (shards_of(of_out, shards), shards_of(source, shards), weight)
         if transposed or not all(one.is_contiguous() for one in arrays):
             mask = [False, *for_parameters]
-            found = region.apart(op, (of_out, source, weight, *settings, mask), {})[1:]
+            found = region.apart(op, (of_out, source, weight, *window_of, mask), {})[1:]
         else:
             window = Window(tuple(stride), tuple(padding), tuple(dilation), groups)
-            found = gradients_by_shard(*arrays, window, for_parameters)
-            found = tuple(one if one is None else of_shards(one, shards) for one in found)
+            each = gradients_by_shard(*arrays, window, for_parameters)
+            found = [one if one is None else of_shards(one, shards) for one in each]
     return of_source, *found
 
 
@@ -131,8 +132,8 @@ def nll_loss(
     if not is_float32(x, weight) or (weight is not None and blocks_of(weight) is not None):
         return NotImplemented
     shards, shape = region.shards, target.shape if reduction == 0 else ()
-    given = [shards_of(one, shards) for one in (x, target)]
-    results = [x.new_empty((shards, *shape)), x.new_empty(shards)]
+    given = shards_of(x, shards), shards_of(target, shards)
+    results = x.new_empty((shards, *shape)), x.new_empty(shards)
     nll_losses(*given, weight, reduction, ignore_index, *results)
     return tuple(of_shards(one, shards) for one in results)
 

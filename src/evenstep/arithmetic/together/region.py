@@ -145,7 +145,7 @@ class Region:
         if isinstance(first, torch.Tensor):
             if any(one.shape != first.shape or one.dtype != first.dtype for one in results):
                 raise NotTogetherError("results of different shapes")
-            return self.of_all(torch.stack(results))
+            return self.of_all(torch.stack([*results]))
         if isinstance(first, list | tuple):
             return type(first)([self._joined(part) for part in zip(*results, strict=True)])
         if any(one != first for one in results):
@@ -223,8 +223,8 @@ _STATISTICS = ("running_mean", "running_var")
 _PLACED = ("resize_", "resize", "set_", "resize_as_", "as_strided_copy", "as_strided_scatter")
 _ALIASES = frozenset({"_unsafe_view", "_reshape_alias", "lift_fresh"})
 _LIKE = frozenset(
-    "empty_like zeros_like ones_like full_like new_empty new_zeros new_ones new_full "
-    "new_empty_strided".split()
+    ("empty_like", "zeros_like", "ones_like", "full_like")
+    + ("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
 )
 
 _FORMS: dict[int, _Form] = {}  # by the `id` of an operation, which torch keeps for ever

@@ -124,7 +124,9 @@ def _is_elementwise(op: Any) -> bool:
 def _register_elementwise() -> None:
     for name in dir(aten):
         packet = getattr(aten, name)
-        for overload in packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ():
+        for overload in (
+            packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ()
+        ):
             op = getattr(packet, overload)
             if _is_elementwise(op):
                 RULES[op] = elementwise
@@ -303,9 +305,7 @@ def examples_of_all(tensor: torch.Tensor, shards: int) -> torch.Tensor:
     if examples > 1 and stride != examples * tensor.stride(0):
         return whole(tensor, blocks).flatten(0, 1)
     step = stride if examples == 1 else tensor.stride(0)
-    return tensor.as_strided(
-        (shards * examples, *tensor.shape[1:]), (step, *tensor.stride()[1:])
-    )
+    return tensor.as_strided((shards * examples, *tensor.shape[1:]), (step, *tensor.stride()[1:]))
 
 
 def of_examples(result: Any, shards: int) -> Any:
@@ -332,9 +332,7 @@ def of_images(region: Region, op: Any, x: torch.Tensor, *args: Any, **kwargs: An
 
 
 @rule("max_pool2d_with_indices_backward")
-def of_pooled(
-    region: Region, op: Any, grad: torch.Tensor, x: torch.Tensor, *args: Any
-) -> Any:
+def of_pooled(region: Region, op: Any, grad: torch.Tensor, x: torch.Tensor, *args: Any) -> Any:
     """Return the gradient of a batch of images; the places of the largest elements come last."""
     if x.ndim != 4:
         return NotImplemented
