@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -54,31 +54,23 @@ class PortableMode(TorchDispatchMode):
     """
 
     is_portable = True
+    region: Any = None
+    """Runs operations for several shards at once (`together/region.py`); None elsewhere."""
 
-    def __torch_dispatch__(
-        self,
-        operation: Any,
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Run one operation; called by torch, outside of the mode."""
-        kwargs = kwargs or {}
-        run = KERNELS.get(operation)
-        if run is not None:
-            result = run(*args, **kwargs)
-            if result is NotImplemented:
-                return self._run_other(operation, args, kwargs)
-            return result
-        if is_exact(operation):
-            if needs_real(operation) and any(map(_is_complex, args)):
+    def run(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run one operation."""
+        way = _WAYS.get(id(operation)) or _way_of(operation)
+        if way.kernel is not None:
+            result = way.kernel(*args, **kwargs)
+        elif way.is_exact:
+            if way.needs_real and any(map(_is_complex, args)):
                 return self._run_other(operation, args, kwargs)
             return operation(*args, **kwargs)
-        made_of = COMPOSED.get(operation) or derived(operation)
-        if made_of is None:
+        elif way.made_of is not None:
+            with self:
+                result = way.made_of(*args, **kwargs)
+        else:
             return self._run_other(operation, args, kwargs)
-        with self:
-            result = made_of(*args, **kwargs)
         return self._run_other(operation, args, kwargs) if result is NotImplemented else result
 
     def _run_other(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -115,6 +107,41 @@ class PortableMode(TorchDispatchMode):
         )
 
 
+def _dispatch(
+    mode: PortableMode,
+    operation: Any,
+    types: object,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    """Run one operation; called by torch, outside of the mode."""
+    region = mode.region
+    return (mode if region is None else region).run(operation, args, kwargs or {})
+
+
+class _Way(NamedTuple):
+    """How an operation is run: at most one of three ways."""
+
+    kernel: Callable[..., Any] | None
+    is_exact: bool
+    made_of: Callable[..., Any] | None
+    needs_real: bool
+
+
+_WAYS: dict[int, _Way] = {}
+"""By the `id` of an operation, which torch keeps for ever. Hashing an operation takes longer."""
+
+
+def _way_of(operation: Any) -> _Way:
+    kernel, exact = KERNELS.get(operation), is_exact(operation)
+    made_of = None if kernel or exact else COMPOSED.get(operation) or derived(operation)
+    return _WAYS.setdefault(id(operation), _Way(kernel, exact, made_of, needs_real(operation)))
+
+
+# torch wraps the method for its compiler, which takes as long as the rest of a small operation.
+PortableMode.__torch_dispatch__ = _dispatch  # type: ignore[method-assign, assignment]
+
+
 class Survey(PortableMode):
     """A mode that lists operations, and runs those that are not portable by torch's own kernels.
 
@@ -130,16 +157,10 @@ class Survey(PortableMode):
         self.found = set[str]()
         self.refused = set[str]()
 
-    def __torch_dispatch__(
-        self,
-        operation: Any,
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def run(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Note an operation and run it."""
         self.found.add(operation.name())
-        return super().__torch_dispatch__(operation, types, args, kwargs)
+        return super().run(operation, args, kwargs)
 
     def _refuse(
         self,

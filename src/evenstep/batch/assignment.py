@@ -193,6 +193,7 @@ class ShardQueue:
         self._own_first = set(own_first)
         self._may_steal = may_steal
         self._current: list[tuple[int, bool, float] | None] = [None] * len(self._runs)
+        self._at_once = [1] * len(self._runs)  # the shards from `_current` on that are computed
         self._lock = threading.Lock()
 
     def next(self, lane: int) -> int | None:
@@ -202,8 +203,7 @@ class ShardQueue:
             current = self._current[lane]
             if current is not None:
                 self._current[lane] = None
-                self._pace.learn(lane, now - current[2])
-                self._done.append(ShardTime(lane, *current, now))
+                self._end(lane, *current, now)
             if self.dropped:
                 return None
             run = self._runs[lane]
@@ -217,6 +217,24 @@ class ShardQueue:
                 self._current[lane] = (shard, stolen, now)
             return shard
 
+    def also(self, lane: int, shards: range) -> bool:
+        """Let a lane compute all of `shards` at once, of which `next` has returned the first.
+
+        Returns:
+            Whether it may: the others are the next ones of its run.
+        """
+        others = shards[1:]
+        with self._lock:
+            run = self._runs[lane]
+            if self.dropped or [*itertools.islice(run, len(others))] != [*others]:
+                return False
+            for _ in others:
+                run.popleft()
+            current = self._current[lane]
+            assert current is not None
+            self._at_once[lane] = len(shards)
+            return True
+
     def stuck(self, alive: Collection[int], after_s: float) -> list[int]:
         """Return the lanes that take too long for a shard while another lane has none."""
         with self._lock:
@@ -225,6 +243,16 @@ class ShardQueue:
             if len(at_work) == len(alive):
                 return []
             return [lane for lane in at_work if self._working_s(lane, now) > limit_s]
+
+    def _end(self, lane: int, first: int, stolen: bool, began_s: float, now: float) -> None:
+        """Note the times of the shards that a lane has computed at once: each an equal part."""
+        count, self._at_once[lane] = self._at_once[lane], 1
+        took_s = (now - began_s) / count
+        self._pace.learn(lane, took_s)
+        for number in range(count):
+            own_s = began_s + number * took_s
+            ended_s = now if number == count - 1 else own_s + took_s
+            self._done.append(ShardTime(lane, first + number, stolen, own_s, ended_s))
 
     def _steal(self, thief: int, now: float) -> int | None:
         """Take the last shard of the run that will end last, if the thief would be done before."""
@@ -248,5 +276,6 @@ class ShardQueue:
         return current_s + pace * len(self._runs[lane])
 
     def _working_s(self, lane: int, now: float) -> float:
+        """Return the seconds that a lane has been at a shard."""
         current = self._current[lane]
-        return now - current[2] if current is not None else 0.0
+        return (now - current[2]) / self._at_once[lane] if current is not None else 0.0

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -66,6 +66,7 @@ class TreePlan:
         self._filled = frozenset(filled)
         self._mine = self._filled if mine is None else self._filled.intersection(mine)
         self._spans: dict[int, range] = {}
+        self._nodes: dict[range, int] = {}
         self._next = shards
         self.partials = [node for node in self._build(0, shards) if node >= 0]
         self.spans = [self._spans[node] for node in self.partials]
@@ -94,6 +95,16 @@ class TreePlan:
         self.lefts.add(left)
         self._spans[node] = range(self._spans[left].start, self._spans[right].stop)
         return node
+
+    def nodes(self) -> Iterable[range]:
+        """Return the shards of each node that is summed here, leaves too."""
+        return self._spans.values()
+
+    def node_of(self, shards: range) -> int:
+        """Return the node of some shards."""
+        if not self._nodes:
+            self._nodes = {span: node for node, span in self._spans.items()}
+        return self._nodes[shards]
 
 
 @functools.cache

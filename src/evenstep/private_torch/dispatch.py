@@ -90,6 +90,17 @@ def written_by(op: Any) -> list[tuple[int, str]]:
     return [(place, one.name) for place, one in arguments if one.is_write]
 
 
+def returns_of(op: Any) -> list[tuple[int, str] | None]:
+    """Return for each result of an op place and name of the argument that it is; None if new."""
+    arguments = [(place, one) for place, one in enumerate(arguments_of(op)) if one.is_write]
+    found: list[tuple[int, str] | None] = []
+    for result in _schema_of(op).returns:
+        marks = result.alias_info.before_set if result.alias_info is not None else set()
+        same = [(at, one.name) for at, one in arguments if marks & one.alias_info.before_set]
+        found.append(same[0] if same else None)
+    return found
+
+
 def run_kernel(op: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the kernel that an op has for a key."""
     return _kernel_of(op)(key, *args, **kwargs)

@@ -104,8 +104,8 @@ class Replica:
         """
         known = differ or [None] * len(self._slots)
         try:
-            found = zip(self._values(), self.opening, self.buffer_names, known, strict=True)
-            return [_changed(*one) for one in found]
+            found = zip(self.values(), self.opening, self.buffer_names, known, strict=True)
+            return [changed(*one) for one in found]
         finally:
             self.put_back_buffers()
 
@@ -114,7 +114,7 @@ class Replica:
 
         So the host need not wait for each one. None where two buffers can't be compared there.
         """
-        pairs = zip(self._values(), self.opening, strict=True)
+        pairs = zip(self.values(), self.opening, strict=True)
         return [
             (as_integers(now.detach()) != as_integers(opening)).any()
             if isinstance(now, torch.Tensor) and _is_like(now, opening)
@@ -122,7 +122,14 @@ class Replica:
             for now, opening in pairs
         ]
 
-    def _values(self) -> list[Any]:
+    def put_buffers(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Let the module use other tensors as its buffers, until `put_back_buffers`."""
+        for slots, tensor in zip(self._slots, tensors, strict=True):
+            for owner, key in slots:
+                owner[key] = tensor
+
+    def values(self) -> list[Any]:
+        """Return what the module has as its buffers."""
         return [slots[0][0].get(slots[0][1]) for slots in self._slots]
 
     def put_back_buffers(self) -> None:
@@ -177,8 +184,8 @@ def _is_like(value: object, own: torch.Tensor) -> bool:
     )
 
 
-def _changed(
-    value: object, opening: torch.Tensor, name: str, differs: torch.Tensor | None
+def changed(
+    value: object, opening: torch.Tensor, name: str, differs: torch.Tensor | None = None
 ) -> torch.Tensor | None:
     """Return the value of a buffer after a shard; None if the shard has not changed it."""
     if not isinstance(value, torch.Tensor):

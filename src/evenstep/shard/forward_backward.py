@@ -126,7 +126,7 @@ def compute_shard(
     if is_on_gpu:
         leaf, differ = streams.copied_to_host((leaf, replica.differences()))
         finish([streams.fence_here(replica.device)])  # others must not wait for a hang
-        value.buffers = _contributions(replica, work, replica.changed_buffers(differ))
+        value.buffers = contributions(replica, work, replica.changed_buffers(differ))
     if left is not None:
         value.buffers = add_buffers(left, value) if replica.buffers else []
         value.weights = (*left.weights, *value.weights)
@@ -158,9 +158,9 @@ def _run_program(
         None if same_bits(now, opening) else now
         for now, opening in zip(buffers, replica.opening, strict=True)
     ]
-    contributions = changed and _contributions(replica, work, changed)
+    given = changed and contributions(replica, work, changed)
     shard, weight = work.shard, work.examples or 1
-    value = PartialSum(gradients, contributions, (weight,), replica, shard, shard + 1)
+    value = PartialSum(gradients, given, (weight,), replica, shard, shard + 1)
     return weighed(total, count, divisor), value
 
 
@@ -200,6 +200,21 @@ def _run_eagerly(
     if total.dtype in HALF_PRECISION:
         leaf = weighed(total.detach(), count, work.divisor)
     return (*leaf, _detached(outputs[0])) if outputs else leaf, _collect(replica, work)
+
+
+def forward_and_backward(replica: Replica, work: ShardWork, objective: ShardObjective) -> ShardLoss:
+    """Run a shard forward and backward; return (total, count), and its outputs if it has any.
+
+    The parameters' gradients are those of the shard alone.
+    """
+    for parameter in replica.parameters:
+        parameter.grad = None
+    opened = next_number()
+    loss = _forward(replica, work, objective)
+    if replica.outer and loss[0].requires_grad:
+        _refuse_outer_model(loss[0], replica, opened)
+    _backward(replica, loss[0], work.divisor)
+    return loss
 
 
 def _detached(outputs: Outputs) -> Outputs:
@@ -349,12 +364,13 @@ def _collect(replica: Replica, work: ShardWork) -> PartialSum:
         gradients.append(gradient)
     looks_later = replica.device.is_accelerator
     changed = replica.changed_buffers() if replica.buffers and not looks_later else []
-    buffers = changed and _contributions(replica, work, changed)
+    buffers = changed and contributions(replica, work, changed)
     shard, weight = work.shard, work.examples or 1
     return PartialSum(gradients, buffers, (weight,), replica, shard, shard + 1, is_dense)
 
 
-def _contributions(replica: Replica, work: ShardWork, changed: Tensors) -> Tensors:
+def contributions(replica: Replica, work: ShardWork, changed: Tensors) -> Tensors:
+    """Return what a shard contributes to each buffer, given those that it has changed."""
     return [_contribution(number, buffer, work, replica) for number, buffer in enumerate(changed)]
 
 

@@ -92,6 +92,8 @@ class StagedExecutor(IndependentExecutor):
         cut_by_time: the module that begins each stage, if these were chosen by time.
     """
 
+    joins_shards = False
+
     def __init__(self, *given: Any, stages: StagePlan) -> None:
         super().__init__(*given)
         self.stages = stages

@@ -135,6 +135,7 @@ class AssignedWork:
 
     Attributes:
         compute: called in a lane with a replica and a shard's work.
+        compute_together: called with the work of several shards; None where each is by itself.
         results: what `compute` returned, by shard.
         runs: the shards that each lane starts with.
         queue: the shards that no lane has begun; None before they are assigned, and in lockstep.
@@ -147,6 +148,7 @@ class AssignedWork:
     """
 
     compute: Callable[[Replica, ShardWork], Any] = _not_open
+    compute_together: Callable[..., Sequence[Leaf]] | None = None
     results: dict[int, Any] = dataclasses.field(default_factory=dict)
     runs: Sequence[Sequence[int]] = ()
     queue: ShardQueue | None = None
@@ -364,6 +366,7 @@ class Step:
         self.closed = True
         self.attempt.cut = NO_CUT
         self.attempt.work.compute = _not_open
+        self.attempt.work.compute_together = None
         self.attempt.work.results = {}
         self.attempt.sum.tree = None
         self.own = ()

@@ -156,6 +156,45 @@ def _of_bias(of_out: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def gradients_by_shard(
+    of_out: torch.Tensor,
+    source: torch.Tensor,
+    weight: torch.Tensor,
+    window: Window,
+    mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the gradients of weights and bias of several batches, along the first dimension.
+
+    Args:
+        of_out: the output's gradients, contiguous; the second dimension counts examples.
+        source: the inputs, as well.
+        weight: contiguous, and the same for all batches.
+        window: of a convolution that is not transposed.
+        mask: whether the gradients of weights and bias are wanted.
+    """
+    batches, examples, channels, *space = of_out.shape
+    of_weight = of_bias = None
+    if mask[0]:
+        of_weight = weight.new_empty((batches, *weight.shape))
+        parts = (source[0], weight, of_out[0])
+        geometry = _geometry(*map(Array.of, parts), window, False)
+        memory = scratch(geometry.floats)
+        for at in zip(*map(_addresses, (source, of_out, of_weight)), strict=True):
+            _convolve_for_weights(geometry.address, *at, memory)
+    if mask[1]:
+        of_bias = weight.new_empty((batches, channels))
+        sizes = (examples, channels, math.prod(space))
+        for at in zip(*map(_addresses, (of_out, of_bias)), strict=True):
+            _sum_channels(*sizes, *at)
+    return of_weight, of_bias
+
+
+def _addresses(tensor: torch.Tensor) -> Sequence[int]:
+    """Return the addresses of the parts along the first dimension."""
+    begin, step = tensor.data_ptr(), tensor.stride(0) * tensor.itemsize
+    return range(begin, begin + step * len(tensor), step)
+
+
 def _run(
     source: torch.Tensor,
     weight: torch.Tensor,

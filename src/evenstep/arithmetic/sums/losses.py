@@ -113,19 +113,42 @@ def nll_loss(
     """
     if not _is_taken(x, target, weight):
         return NotImplemented
-    batch, classes, inner = _examples(x, target, weight)
-    x, target = x.contiguous(), target.contiguous()
-    weight = weight if weight is None else weight.contiguous()
     out = x.new_empty(target.shape if reduction == 0 else ())
     total = x.new_empty(())
-    wrong = ctypes.c_long(ignore_index)
-    _likelihood(
-        *(batch, classes, inner, x.data_ptr(), target.data_ptr()),
-        *(0 if weight is None else weight.data_ptr(), ignore_index, reduction),
-        *(out.data_ptr(), total.data_ptr(), ctypes.addressof(wrong)),
-    )
-    _check_targets(wrong, ignore_index, classes)
+    nll_losses(x[None], target[None], weight, reduction, ignore_index, out[None], total[None])
     return out, total
+
+
+def nll_losses(
+    x: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    out: torch.Tensor,
+    total: torch.Tensor,
+) -> None:
+    """Write the negative log-likelihoods of several batches, along the first dimension.
+
+    Raises:
+        IndexError: a target is neither a class nor ignored.
+    """
+    batch, classes, inner = _examples(x[0], target[0], weight)
+    x, target = x.contiguous(), target.contiguous()
+    weight = weight if weight is None else weight.contiguous()
+    wrong = ctypes.c_long(ignore_index)
+    for number in range(len(x)):
+        _likelihood(
+            *(batch, classes, inner, _address(x, number), _address(target, number)),
+            *(0 if weight is None else weight.data_ptr(), ignore_index, reduction),
+            *(_address(out, number), _address(total, number), ctypes.addressof(wrong)),
+        )
+        _check_targets(wrong, ignore_index, classes)
+
+
+def _address(tensor: torch.Tensor, number: int) -> int:
+    """Return the address of a part of a tensor, along its first dimension."""
+    return tensor.data_ptr() + number * tensor.stride(0) * tensor.itemsize
 
 
 @kernel("nll_loss_backward", "nll_loss2d_backward")
@@ -141,19 +164,33 @@ def nll_loss_backward(
     """Return −weight[t] · g at each target t, 0 elsewhere; for the mean, g is g / total weight."""
     if not (_is_taken(x, target, weight) and is_float32(grad_output, total_weight)):
         return NotImplemented
-    batch, classes, inner = _examples(x, target, weight)
-    grad_output, target = grad_output.contiguous(), target.contiguous()
+    given = (grad_output.contiguous()[None], x[None], target.contiguous()[None])
+    return nll_gradients(*given, weight, reduction, ignore_index, total_weight[None])[0]
+
+
+def nll_gradients(
+    grad_output: torch.Tensor,
+    x: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total: torch.Tensor,
+) -> torch.Tensor:
+    """Return the gradients of several batches, along the first dimension."""
+    batch, classes, inner = _examples(x[0], target[0], weight)
     weight = weight if weight is None else weight.contiguous()
-    if grad_output.numel() != (target.numel() if reduction == 0 else 1):
-        raise RuntimeError(f"got a gradient of shape {tuple(grad_output.shape)}")
+    if grad_output[0].numel() != (target[0].numel() if reduction == 0 else 1):
+        raise RuntimeError(f"got a gradient of shape {tuple(grad_output[0].shape)}")
     out = x.new_empty(x.shape)
     wrong = ctypes.c_long(ignore_index)
-    _likelihood_gradient(
-        *(batch, classes, inner, grad_output.data_ptr(), target.data_ptr()),
-        *(0 if weight is None else weight.data_ptr(), ignore_index, reduction),
-        *(total_weight.data_ptr(), out.data_ptr(), ctypes.addressof(wrong)),
-    )
-    _check_targets(wrong, ignore_index, classes)
+    for number in range(len(x)):
+        _likelihood_gradient(
+            *(batch, classes, inner, _address(grad_output, number), _address(target, number)),
+            *(0 if weight is None else weight.data_ptr(), ignore_index, reduction),
+            *(_address(total, number), _address(out, number), ctypes.addressof(wrong)),
+        )
+        _check_targets(wrong, ignore_index, classes)
     return out
 
 

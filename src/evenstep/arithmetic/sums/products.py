@@ -165,9 +165,40 @@ def _product(
     else:
         of_addend = (addend.shape, addend.stride())
         found = _matrices(axes, is_one, a.shape, a.stride(), b.shape, b.stride(), *of_addend)
-    if found is None:
-        return None
-    out = a.new_empty(*found.shape)
+    return None if found is None else _multiplied(found, a, b, addend, beta, alpha)
+
+
+def product_as(
+    a: torch.Tensor,
+    a_as: tuple[Shape, Shape],
+    b: torch.Tensor,
+    b_as: tuple[Shape, Shape],
+    addend: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return a product of matrices, or of batches of them, and an addend.
+
+    Args:
+        a: where the left operand lies in memory.
+        a_as: its shape and strides there.
+        b: where the right operand lies.
+        b_as: its shape and strides there.
+        addend: what to add, of a shape that broadcasts; None for nothing.
+    """
+    of_addend = () if addend is None else (addend.shape, addend.stride())
+    found = _matrices(len(a_as[0]), False, *a_as, *b_as, *of_addend)
+    assert found is not None
+    return _multiplied(found, a, b, addend, 1, 1)
+
+
+def _multiplied(
+    found: _Matrices,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    addend: torch.Tensor | None,
+    beta: Scalar,
+    alpha: Scalar,
+) -> torch.Tensor:
+    out = a.new_empty(found.shape)
     if found.has_elements:
         added = 0 if addend is None or beta == 0 else addend.data_ptr()
         addresses = (a.data_ptr(), b.data_ptr(), added, out.data_ptr())

@@ -28,6 +28,7 @@ from evenstep.shard.evaluation import Forward, Measure, Metric, measure_shard, p
 from evenstep.shard.forward_backward import ShardWork, compute_shard
 from evenstep.shard.lockstep import shard_here
 from evenstep.shard.partial_sum import PartialSum, add
+from evenstep.shard.together import Together
 from evenstep.steps.executors.lost_devices import LostDevices
 from evenstep.steps.groups.group import Group
 from evenstep.steps.step import Attempt, Step
@@ -53,10 +54,13 @@ class IndependentExecutor:
         lost: gives up the devices that fail or stand still.
         adds_once: whether every backward pass so far added to each gradient at most once.
         programs: finds the compiled shards; None where shards are computed eagerly.
+        joins_shards: whether shards of a device may be computed as one batch.
+        together: computes shards so, in portable arithmetic; None in torch's own.
         pace: how fast each device computes shards.
     """
 
     side_by_side = False
+    joins_shards = True
     cut_by_time: Mapping[str, int] = MappingProxyType({})
     exchanged: Exchanged | None = None
 
@@ -76,6 +80,8 @@ class IndependentExecutor:
         self.lost = lost
         self.adds_once = True
         self.programs = ShardPrograms(experiment, replicas) if experiment.compile else None
+        joins = experiment.arithmetic == "portable" and self.joins_shards
+        self.together = Together() if joins else None
         self.pace = Pace(len(engine.devices))
         self._autocast_dtype = experiment.autocast_dtype
         self._timekeeper = timekeeper
@@ -118,6 +124,12 @@ class IndependentExecutor:
             observe=step.observe,
             finish=self._finish_kernels,
         )
+        if self.together is not None and step.observe is not None:
+            self.together.check_again()
+        if self.together is not None and stream is None and step.observe is None and self.adds_once:
+            work.compute_together = functools.partial(
+                self.together.compute, objective=step.objective, tree=attempt.sum.tree
+            )
         if self.engine.lost_lanes:
             self.lost.go_on_without_idle(f"step {step.number}")
         self.assign(attempt)
@@ -173,8 +185,12 @@ class IndependentExecutor:
         outside = shard_here.set("apart" if attempt.cut.filled > 1 else None)
         try:
             while (shard := queue.next(lane)) is not None:  # type: ignore[assignment]
-                work = self._work(replica, lane, attempt, shard, batches)
-                attempt.work.results[shard] = attempt.work.compute(replica, work)
+                run = self._at_once(attempt, replica, lane, shard, batches)
+                if run is not None:
+                    self._compute_together(attempt, replica, lane, run)
+                else:
+                    work = self._work(replica, lane, attempt, shard, batches)
+                    attempt.work.results[shard] = attempt.work.compute(replica, work)
                 if attempt.cut.shared:
                     attempt.cut.refuse_written_copies()
         except BaseException as error:
@@ -183,6 +199,32 @@ class IndependentExecutor:
             raise
         finally:
             shard_here.reset(outside)
+
+    def _at_once(
+        self,
+        attempt: Attempt,
+        replica: Replica,
+        lane: int,
+        shard: int,
+        batches: Mapping[int, Batch] | None,
+    ) -> range | None:
+        """Return shards from `shard` on that the lane is to compute at once; None for that one."""
+        work = attempt.work
+        if work.compute_together is None or batches is not None or not replica.has_run_backward:
+            return None
+        assert self.together is not None
+        assert work.queue is not None
+        runs = self.together.runs(replica, attempt.cut).get(shard, ())
+        return next((run for run in runs if work.queue.also(lane, run)), None)
+
+    def _compute_together(
+        self, attempt: Attempt, replica: Replica, lane: int, shards: range
+    ) -> None:
+        assert attempt.work.compute_together is not None
+        works = [self._work_of(attempt, shard, None) for shard in shards]
+        take = functools.partial(attempt.cut.take, place=self._place[lane])
+        leaves = attempt.work.compute_together(replica, works, attempt.cut, take)
+        attempt.work.results.update(zip(shards, leaves, strict=True))
 
     def _finish_kernels(self, fences: Sequence[Any]) -> None:
         """Wait for kernels of the calling lane, unless its device is given up meanwhile."""
@@ -347,7 +389,6 @@ class IndependentExecutor:
         batches: Mapping[int, Batch] | None,
     ) -> ShardWork:
         cut = attempt.cut
-        lo, hi = cut.bounds[shard]
         batch = None if batches is None else batches.get(shard)
         if batch is None:
             batch = cut.take(shard, self._place[lane])
@@ -355,6 +396,11 @@ class IndependentExecutor:
                 cut.check_unchanged()
         elif not cut.lies_on(batch, replica.device):  # copied for another device's run
             batch = streams.copy_to(batch, replica.device)
+        return self._work_of(attempt, shard, batch)
+
+    def _work_of(self, attempt: Attempt, shard: int, batch: Batch) -> ShardWork:
+        cut = attempt.cut
+        lo, hi = cut.bounds[shard]
         return ShardWork(
             shard,
             batch,

@@ -33,6 +33,7 @@ class LockstepExecutor(IndependentExecutor):
     """
 
     side_by_side = True
+    joins_shards = False
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)

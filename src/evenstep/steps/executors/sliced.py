@@ -19,6 +19,7 @@ class SlicedExecutor(IndependentExecutor):
     compute slices until it has no shard left.
     """
 
+    joins_shards = False
     exchanged: Exchanged
 
     def __init__(self, *given: Any) -> None:

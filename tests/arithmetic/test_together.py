@@ -1,0 +1,266 @@
+"""Operations on tensors of several shards at once: the bits of each shard by itself."""
+
+import contextlib
+import functools
+import warnings
+from unittest import mock
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+import evenstep
+from evenstep.arithmetic.together import (
+    NotTogetherError,
+    add_up,
+    computing_together,
+    of_shards,
+    shards_of,
+)
+from evenstep.batch.rng import ShardRandomness
+from evenstep.collectives import tree_sum
+from evenstep.errors import ModelError
+
+SHARDS = 3
+PARTS = 16
+SAMPLES = 4  # of each operation and dtype
+LEFT_OUT = ("empty", "chalf", "to_sparse", "tensor_split")  # the last reads numbers by address
+DTYPES = (torch.float32, torch.int64)
+
+
+def bits(tensor):
+    tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
+    return tensor.view(torch.uint8) if tensor.is_floating_point() and tensor.ndim else tensor
+
+
+def is_same(found, expected):
+    if (found.dtype, found.shape) != (expected.dtype, expected.shape):
+        return False
+    if expected.is_floating_point() or expected.is_complex():  # NaN counts as NaN
+        found, expected = (one.nan_to_num(nan=12.5) for one in (found, expected))
+    return torch.equal(bits(found), bits(expected))
+
+
+def are_same(found, expected):
+    """Whether all tensors of all shards have the same bits."""
+    pairs = zip(found, expected, strict=True)
+    return all(is_same(*both) for own, its in pairs for both in zip(own, its, strict=True))
+
+
+def tensors(tree):
+    return [one for one in pytree.tree_leaves(tree) if isinstance(one, torch.Tensor)]
+
+
+def run(function, given):
+    """Return results and gradients of a call with own copies of its arguments."""
+    args, kwargs = given
+    results = tensors(function(*args, **kwargs))
+    outputs = [one for one in results if one.requires_grad and one.is_floating_point()]
+    inputs = [one for one in tensors(given) if one.requires_grad]
+    gradients = ()
+    if outputs and inputs:
+        ones = [torch.ones_like(one) for one in outputs]
+        gradients = torch.autograd.grad(outputs, inputs, ones, allow_unused=True)
+    return [one.detach() for one in (*results, *gradients) if one is not None]
+
+
+def copied(value):
+    return value.detach().clone().requires_grad_(value.requires_grad)
+
+
+def of_one(given, shard):
+    """Return arguments with the numbers of each tensor in a different order for each shard."""
+
+    def moved(value):
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            return value
+        flat = value.detach().reshape(-1).roll(shard)
+        return flat.reshape(value.shape).clone().requires_grad_(value.requires_grad)
+
+    return pytree.tree_map(moved, given)
+
+
+def together(function, each):
+    """Return results and gradients of a call for all shards at once, for each shard."""
+
+    def joined(*values):
+        if not isinstance(values[0], torch.Tensor):
+            return values[0]
+        stacked = torch.stack([one.detach() for one in values])
+        return of_shards(stacked, SHARDS).requires_grad_(values[0].requires_grad)
+
+    given = pytree.tree_map(joined, *each)
+    numbers = [ShardRandomness(lambda shard=shard: shard) for shard in range(SHARDS)]
+    with computing_together(SHARDS, numbers):
+        results = run(function, given)
+    wholes = [shards_of(one, SHARDS) for one in results]
+    return [[one[shard] for one in wholes] for shard in range(SHARDS)]
+
+
+def apart(function, each):
+    results = []
+    for shard, given in enumerate(each):
+        with ShardRandomness(lambda shard=shard: shard):
+            results.append(run(function, pytree.tree_map_only(torch.Tensor, copied, given)))
+    return results
+
+
+def operations(part):
+    # the list forbids to set torch's flags, for ever and in all tests: not here
+    with warnings.catch_warnings(), mock.patch.object(torch.backends, "disable_global_flags"):
+        warnings.simplefilter("ignore")
+        from torch.testing._internal.common_methods_invocations import op_db
+    return [one for one in op_db if not any(word in one.name for word in LEFT_OUT)][part::PARTS]
+
+
+def samples(operation, dtype):
+    needs_gradient = dtype is torch.float32 and operation.supports_autograd
+    with contextlib.suppress(Exception):  # some need what isn't installed
+        found = operation.sample_inputs("cpu", dtype, requires_grad=needs_gradient)
+        yield from [*found][:SAMPLES]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "part", [pytest.param(part, marks=[pytest.mark.slow] * (part > 0)) for part in range(PARTS)]
+)
+def test_torchs_samples_have_the_bits_of_each_shard(part):
+    compared, refused, wrong = 0, 0, []
+    with evenstep.portable():
+        for operation in operations(part):
+            for dtype in set(DTYPES) & operation.dtypes:
+                for sample in samples(operation, dtype):
+                    given = ((sample.input, *sample.args), sample.kwargs)
+                    for function in filter(None, (operation.op, operation.inplace_variant)):
+                        if function is operation.inplace_variant:
+                            given = pytree.tree_map_only(torch.Tensor, torch.detach, given)
+                        each = [of_one(given, shard) for shard in range(SHARDS)]
+                        try:
+                            expected = apart(function, each)
+                        except Exception:  # no arguments for this operation
+                            continue
+                        try:
+                            found = together(function, each)
+                        except (NotTogetherError, ModelError):
+                            refused += 1
+                            continue
+                        compared += 1
+                        if not are_same(found, expected):
+                            wrong.append((operation.name, dtype, str(sample)[:300]))
+    assert not wrong
+    assert compared > 5 * refused
+    assert compared > 200
+
+
+def test_the_samples_have_results_that_differ_between_shards():
+    each = [of_one(((torch.arange(6.0),), {}), shard) for shard in range(SHARDS)]
+    with evenstep.portable():
+        found = apart(torch.exp, each)
+    assert not torch.equal(found[0][0], found[1][0])
+
+
+def masked(x):
+    return x.masked_fill(torch.ones(4, 5).tril() == 0, -1.0).softmax(1)
+
+
+def into_new(x):
+    out = torch.zeros(4, 5)
+    for row in range(4):
+        out[row] = x[row] * 2
+    return out.sum(0)
+
+
+def in_place(x):
+    y = x * 1
+    y[:, 1:3] += 1
+    y.mul_(torch.arange(5.0))
+    return y.t_().clone()
+
+
+def drawn(x):
+    return functional.dropout(x, 0.5) + torch.rand(5) + torch.randn_like(x)
+
+
+def mixed(x):
+    half = torch.tensor(0.5, dtype=torch.float64)
+    return (x * half).sum() * torch.tensor(3) + x.mean() * x.shape[0]
+
+
+def joined(x):
+    return torch.cat([x, torch.ones(4, 2), x[:, :1]], 1).chunk(2, 1)[1]
+
+
+def of_constants(x):
+    weight = torch.arange(15.0).view(5, 3)
+    return torch.addmm(torch.ones(3), x, weight) + torch.ones(3, 4).mm(x).sum()
+
+
+def attended(x):
+    q = x.view(1, 2, 2, 5)
+    return functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+
+CASES = (masked, into_new, in_place, drawn, mixed, joined, of_constants, attended)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_what_layers_do_has_the_bits_of_each_shard(case):
+    with evenstep.portable(seed=0):
+        each = [((torch.randn(4, 5).requires_grad_(),), {}) for _ in range(SHARDS)]
+        expected, found = apart(case, each), together(case, each)
+    assert are_same(found, expected)
+
+
+KEPT = torch.zeros(4, 5)
+
+
+def written_outside(x):
+    return KEPT.add_(x)
+
+
+def as_number(x):
+    return x * float(x.sum())
+
+
+def of_data(x):
+    return x[x > 0].sum()
+
+
+@pytest.mark.parametrize(
+    "case", [written_outside, as_number, of_data], ids=lambda one: one.__name__
+)
+def test_what_needs_each_shard_by_itself_is_refused(case):
+    with evenstep.portable(seed=0):
+        each = [((torch.randn(4, 5),), {}) for _ in range(SHARDS)]
+        with pytest.raises(NotTogetherError):
+            together(case, each)
+
+
+def test_a_number_that_all_shards_have_in_common_may_be_read():
+    with evenstep.portable(seed=0):
+        each = [((torch.randn(4, 5),), {}) for _ in range(SHARDS)]
+        case = lambda x: x * float(torch.ones_like(x).sum())  # noqa: E731
+        expected, found = apart(case, each), together(case, each)
+    assert are_same(found, expected)
+
+
+@pytest.mark.parametrize("shards", range(2, 10))
+def test_gradients_are_added_in_the_canonical_tree(shards):
+    terms = torch.randn(shards, 3, 1001) * torch.logspace(-6, 6, shards)[:, None, None]
+    plain = torch.randn(7)
+    expected = tree_sum([*terms], torch.add)
+    of_plain = tree_sum([plain] * shards, torch.add)
+    found = add_up([of_shards(terms.clone(), shards), None, plain.clone()], shards)
+    assert found[1] is None
+    assert is_same(found[0], expected)
+    assert is_same(found[2], of_plain)
+    assert found[0].untyped_storage().nbytes() == found[0].nbytes
+    if shards > 3:
+        assert not torch.equal(expected, functools.reduce(torch.add, terms))
+
+
+def test_gradients_that_share_memory_are_added_up_once():
+    one = of_shards(torch.ones(4, 3), 4)
+    found = add_up([one, one.view(3), one[:2]], 4)
+    assert [part.tolist() for part in found] == [[4.0] * 3, [4.0] * 3, [4.0] * 2]
