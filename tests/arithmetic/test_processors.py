@@ -88,11 +88,8 @@ def convolutions():
         )
         of_out = given(outs, 7), output(weights)
         yield "convolve_for_weights", described, given(size, 4), *of_out, memory
-        sizes = [number(n) for n in (source[0], out[0], out[1] * out[2])]
-        yield "sum_channels", *sizes, wild(outs, 8), output(out[0])
-        sizes = [number(source[0] * out[1] * out[2]), number(out[0])]
-        channels = out[0]
-        yield "sum_channels_last", *sizes, wild(outs, 8), output(channels), working(32 * channels)
+        sizes = [number(n) for n in (0, out[0], source[0], out[1] * out[2], 1)]
+        yield "reduce", *sizes, wild(outs, 8), "d 1", number(0), output(out[0])
 
 
 def dense_size(array):

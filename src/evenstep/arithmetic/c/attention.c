@@ -17,30 +17,25 @@ struct attention {
 /* A matrix that lies anywhere: its first element, and the strides of its rows and columns. */
 struct matrix {
   const float *at;
-  long row, column;
+  long strides[2];
 };
 
 INLINE struct matrix of_head(const float *at, const long *strides, long batch, long head) {
-  return (struct matrix){at + batch * strides[0] + head * strides[1], strides[2], strides[3]};
+  return (struct matrix){at + batch * strides[0] + head * strides[1], {strides[2], strides[3]}};
 }
 
-INLINE struct matrix turned(struct matrix m) { return (struct matrix){m.at, m.column, m.row}; }
+INLINE struct matrix turned(struct matrix m) {
+  return (struct matrix){m.at, {m.strides[1], m.strides[0]}};
+}
 
 /* c = alpha * a b + addend, which may be null; the columns of c lie one behind the other. */
 static void times(long rows, long columns, long depth, struct matrix a, struct matrix b,
                   float alpha, struct matrix addend, float *c, long c_row, float *scratch) {
-  long *table = (long *)(scratch + MULTIPLY_SCRATCH);
   struct product p = {.rows = rows, .columns = columns, .depth = depth, .a = a.at, .b = b.at,
                       .c = c, .alpha = alpha, .beta = 1, .addend = addend.at,
-                      .addend_row = addend.row, .addend_column = addend.column};
-  p.a_row = table, table = (long *)strided(rows, a.row, table);
-  p.a_depth = table, table = (long *)strided(depth, a.column, table);
-  p.b_depth = table, table = (long *)strided(depth, b.row, table);
-  p.b_column = table, table = (long *)strided(columns, b.column, table);
-  p.c_row = table, table = (long *)strided(rows, c_row, table);
-  p.c_column = table, strided(columns, 1, table);
-  prepare(depth, scratch);
-  multiply(&p, scratch);
+                      .addend_row = addend.strides[0],
+                      .addend_column = addend.strides[1]};
+  multiply_strided(&p, a.strides, b.strides, c_row, scratch);
 }
 
 /* The weights of one row: softmax, and 0 where a target sees no source. */
@@ -75,7 +70,7 @@ PORTABLE void attend(const struct attention *s, const float *query, const float 
       }
       long step = s->heads * s->values;
       float *to = out + batch * s->targets * step + head * s->values;
-      times(s->targets, s->values, s->sources, (struct matrix){w, s->sources, 1}, v, 1, none, to,
+      times(s->targets, s->values, s->sources, (struct matrix){w, {s->sources, 1}}, v, 1, none, to,
             step, scratch);
     }
 }
@@ -97,8 +92,8 @@ PORTABLE void attend_backward(const struct attention *s, const float *grad, cons
       struct matrix q = of_head(query, s->query, batch, head);
       struct matrix k = of_head(key, s->key, batch, head);
       struct matrix v = of_head(value, s->value, batch, head);
-      struct matrix d = {of_scores, s->sources, 1};
-      times(s->sources, s->values, s->targets, (struct matrix){w, 1, s->sources}, g, 1, none,
+      struct matrix d = {of_scores, {s->sources, 1}};
+      times(s->sources, s->values, s->targets, (struct matrix){w, {1, s->sources}}, g, 1, none,
             of_value + (batch * s->sources * s->heads + head) * s->values, s->heads * s->values,
             scratch);
       times(s->targets, s->sources, s->values, g, turned(v), 1, none, of_weights, s->sources,

@@ -1,8 +1,8 @@
-/* What is computed for each channel alone: convolutions where every group has one channel, which need
-   no products of matrices, and the gradient of the bias. */
+/* Convolutions where every group has one channel, which need no products of matrices. */
 #include "convolutions.h"
+#include "sums.h"
 
-#define SUMS 16
+#define SUMS LANES
 #define CHUNK (4 * SUMS) /* outputs that are computed at a time */
 
 /* Without the pragmas, the compiler makes vectors of the wrong loops. */
@@ -30,7 +30,7 @@ INLINE void chain(const struct tables *t, const float *restrict from,
 INLINE void write_row(long count, const float *restrict from, const float *bias,
                       float *restrict to, long stride) {
   if (!bias && stride == 1)
-    copy_contiguous(count, from, to);
+    copy_floats(count, from, to);
   else if (!bias)
     for (long i = 0; i < count; i++) to[i * stride] = from[i];
   else if (stride == 1)
@@ -89,15 +89,9 @@ static void add_row(const struct tables *t, long width, const float *of_out, lon
   }
 }
 
-static float added(double *sums, long stride) {
-  for (int n = SUMS / 2; n > 0; n /= 2)
-    for (int i = 0; i < n; i++) sums[i * stride] += sums[(i + n) * stride];
-  return (float)sums[0];
-}
-
 /* The gradient of the weights where each group has one channel: of each weight, 16 chains take the
-   output positions x with x mod 16 = 0, 1, ..., over (example, z, y, x), and are added as in
-   `sum_channels`. */
+   output positions x with x mod 16 = 0, 1, ..., over (example, z, y, x), and are added as
+   lanes are (sums.h). */
 void channels_for_weights(const struct convolution *g, struct tables *t, const float *source,
                           const float *of_out, float *weights, float *memory) {
   static const long phase[3] = {0, 0, 0};
@@ -117,43 +111,9 @@ void channels_for_weights(const struct convolution *g, struct tables *t, const f
                   copy + i * place.grid[0] + j * place.grid[1], sums);
     }
     for (long k = 0; k < t->taps; k++) {
-      double wide[SUMS];
-      for (int i = 0; i < SUMS; i++) wide[i] = sums[k * SUMS + i];
-      weights[c * g->weight_group + t->weight_depth[k]] = added(wide, 1);
+      double lanes[LANES];
+      for (int i = 0; i < LANES; i++) lanes[i] = sums[k * SUMS + i];
+      weights[c * g->weight_group + t->weight_depth[k]] = (float)sum_of(lanes);
     }
   }
-}
-
-/* The gradient of the bias: of each channel, the sum over i = (example, position). 16 sums in double
-   take the elements with i mod 16 = 0, 1, ... in ascending order; then sums 0 and 8, 1 and 9, ...
-   are added, of the eight 0 and 4, and so on; and the last is rounded to float. */
-
-/* `of_out` has shape (examples, channels, positions) in memory. */
-PORTABLE void sum_channels(long examples, long channels, long positions, const float *of_out,
-                           float *out) {
-  for (long c = 0; c < channels; c++) {
-    double sums[SUMS] = {0};
-    long at = 0; /* of the next element, mod 16 */
-    for (long e = 0; e < examples; e++) {
-      const float *from = of_out + (e * channels + c) * positions;
-      long i = 0;
-      for (; i < positions && at; i++, at = (at + 1) % SUMS) sums[at] += from[i];
-      for (; i + SUMS <= positions; i += SUMS)
-        for (int j = 0; j < SUMS; j++) sums[j] += from[i + j];
-      for (; i < positions; i++, at = (at + 1) % SUMS) sums[at] += from[i];
-    }
-    out[c] = added(sums, 1);
-  }
-}
-
-/* The same, where `of_out` has shape (positions of all examples, channels) in memory. `scratch` has
-   32 * channels floats. */
-PORTABLE void sum_channels_last(long positions, long channels, const float *of_out, float *out,
-                                float *scratch) {
-  double *sums = (double *)scratch;
-  memset(sums, 0, SUMS * channels * sizeof(double));
-  for (long i = 0; i < positions; i++)
-    for (long c = 0; c < channels; c++)
-      sums[i % SUMS * channels + c] += of_out[i * channels + c];
-  for (long c = 0; c < channels; c++) out[c] = added(sums + c, channels);
 }

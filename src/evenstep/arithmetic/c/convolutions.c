@@ -25,7 +25,7 @@ static void copy_row(const struct axis *axis, long plane, const float *from, flo
   long stride = axis->step * axis->source_stride;
   for (long i = 0; i < begin; i++) to[i] = 0;
   if (stride == 1)
-    copy_contiguous(end - begin, from, to + begin);
+    copy_floats(end - begin, from, to + begin);
   else
     for (long i = begin; i < end; i++) to[i] = from[(i - begin) * stride];
   for (long i = end; i < axis->pitch; i++) to[i] = 0;

@@ -40,12 +40,6 @@ struct tables {
 
 INLINE long up(long a, long b) { return a <= 0 ? 0 : (a + b - 1) / b; }
 
-INLINE void copy_contiguous(long count, const float *from, float *to) {
-  long i = 0;
-  for (; i + 8 <= count; i += 8) memcpy(to + i, from + i, 8 * sizeof(float));
-  for (; i < count; i++) to[i] = from[i];
-}
-
 /* How many outputs a phase has along an axis. */
 INLINE long grid_size(const struct axis *axis, long phase) {
   return up(axis->out - phase, axis->phases);

@@ -139,9 +139,7 @@ INLINE double log1p_exp64(double x) {
   return 2.0 * s * (1.0 + z * p);
 }
 /* ln(1 + e^x) */
-INLINE double softplus64(double x) {
-  return (x > 0.0 ? x : 0.0) + log1p_exp64(x > 0.0 ? -x : x);
-}
+INLINE double softplus64(double x) { return (x > 0.0 ? x : 0.0) + log1p_exp64(x > 0.0 ? -x : x); }
 
 /* ---- exponentials and logarithms in binary64 ---- */
 

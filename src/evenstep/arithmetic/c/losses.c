@@ -115,36 +115,35 @@ INLINE void softmax_gradient_columns(long log, long n, long width, long stride, 
     }
 }
 
-INLINE void softmax_by(long log, long outer, long n, long inner, const float *x, float *out) {
-  if (inner == 1) softmax_rows(log, outer, n, x, out);
-  for (long block = 0; inner > 1 && block < outer; block++, x += n * inner, out += n * inner)
-    for (long from = 0; from < inner; from += TILE)
-      softmax_columns(log, n, smaller(TILE, inner - from), inner, x + from, out + from);
-}
-
-INLINE void softmax_gradient_by(long log, long outer, long n, long inner, const float *g,
-                                const float *y, float *out) {
-  if (inner == 1) softmax_gradient_rows(log, outer, n, g, y, out);
-  for (long at = 0; inner > 1 && at < outer * n * inner; at += n * inner)
-    for (long from = 0; from < inner; from += TILE)
-      softmax_gradient_columns(log, n, smaller(TILE, inner - from), inner, g + at + from,
-                               y + at + from, out + at + from);
-}
-
-/* Softmax over the middle dimension of an array of outer * n * inner elements. */
+/* Softmax over the middle dimension of an array of outer * n * inner elements. Each call has a
+   constant for `log`, so that loops of their own are compiled for each. */
 PORTABLE void softmax(long log, long outer, long n, long inner, const float *x, float *out) {
-  if (log)
-    softmax_by(1, outer, n, inner, x, out);
-  else
-    softmax_by(0, outer, n, inner, x, out);
+  if (inner == 1) {
+    if (log) softmax_rows(1, outer, n, x, out);
+    else softmax_rows(0, outer, n, x, out);
+    return;
+  }
+  for (long block = 0; block < outer; block++, x += n * inner, out += n * inner)
+    for (long from = 0; from < inner; from += TILE) {
+      long width = smaller(TILE, inner - from);
+      if (log) softmax_columns(1, n, width, inner, x + from, out + from);
+      else softmax_columns(0, n, width, inner, x + from, out + from);
+    }
 }
 
 PORTABLE void softmax_gradient(long log, long outer, long n, long inner, const float *g,
                                const float *y, float *out) {
-  if (log)
-    softmax_gradient_by(1, outer, n, inner, g, y, out);
-  else
-    softmax_gradient_by(0, outer, n, inner, g, y, out);
+  if (inner == 1) {
+    if (log) softmax_gradient_rows(1, outer, n, g, y, out);
+    else softmax_gradient_rows(0, outer, n, g, y, out);
+    return;
+  }
+  for (long block = 0; block < outer * n * inner; block += n * inner)
+    for (long at = block; at < block + inner; at += TILE) {
+      long width = smaller(TILE, block + inner - at);
+      if (log) softmax_gradient_columns(1, n, width, inner, g + at, y + at, out + at);
+      else softmax_gradient_columns(0, n, width, inner, g + at, y + at, out + at);
+    }
 }
 
 /* out = log(sum of exp(x - m)) + m for each row, m its largest element, or 0 if that is infinite.

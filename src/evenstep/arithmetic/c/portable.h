@@ -22,6 +22,21 @@
 INLINE long smaller(long a, long b) { return a < b ? a : b; }
 INLINE long larger(long a, long b) { return a > b ? a : b; }
 
+/* Copy numbers; the last chunk overlaps the one before. */
+INLINE void copy_floats(long count, const float *from, float *to) {
+#define CHUNK(n, at) memcpy(to + (at), from + (at), n * sizeof(float))
+  long i = 0;
+  if (count >= 8) {
+    for (; i < count - 8; i += 8) CHUNK(8, i);
+    CHUNK(8, count - 8);
+  } else if (count >= 4) {
+    CHUNK(4, 0), CHUNK(4, count - 4);
+  } else {
+    for (; i < count; i++) to[i] = from[i];
+  }
+#undef CHUNK
+}
+
 INLINE uint32_t bits_of(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
 INLINE float float_of(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
 INLINE uint64_t bits_of_double(double x) { uint64_t u; memcpy(&u, &x, 8); return u; }

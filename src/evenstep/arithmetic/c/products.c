@@ -1,9 +1,9 @@
 /* Products of matrices, in tiles whose sums stay in registers. */
 #include "products.h"
 
-/* A tile has up to ROWS rows, and one or two times LANES columns. Blocks of the operands are copied
-   ("packed") into panels of ROWS rows or of 2 * LANES columns, in the order in which tiles read
-   them. None of these numbers changes a result. */
+/* A tile has up to ROWS rows, and one or two times LANES columns. Blocks of the operands are read
+   where they lie ("in place"), or copied ("packed") into panels of ROWS rows or of 2 * LANES columns,
+   in the order in which tiles read them. None of these numbers changes a result. */
 #if defined(__AVX512F__)
 #define ROWS 12
 #define LANES 16
@@ -18,6 +18,7 @@
 #define DEPTH_BLOCK 256
 #define ROW_BLOCK 192
 #define COLUMN_BLOCK 1024
+#define FEW_COLUMNS 512 /* for which packing a would cost more than it brings */
 
 _Static_assert(ROW_BLOCK % ROWS == 0 && COLUMN_BLOCK % COLUMNS == 0, "whole panels");
 _Static_assert(DEPTH_BLOCK * (ROW_BLOCK + COLUMN_BLOCK + 4) <= MULTIPLY_SCRATCH, "scratch");
@@ -28,10 +29,12 @@ _Static_assert(DEPTH_BLOCK * (ROW_BLOCK + COLUMN_BLOCK + 4) <= MULTIPLY_SCRATCH,
     _Pragma("GCC unroll 1") for (int j = 0; j < columns; j++) __VA_ARGS__;                        \
   }
 
-/* c(i, j) += the products of `depth` columns of a and rows of b, for a tile of constant size */
-INLINE void tile(int rows, int columns, long depth, const float *restrict a,
-                 const long *restrict a_depth, const float *restrict b,
+/* c(i, j) += the products of `depth` columns of a and rows of b, for a tile of constant size. The rows
+   of a lie at `a_row`, or, if it is packed, one behind the other. */
+INLINE void tile(int is_packed, int rows, int columns, long depth, const float *restrict a,
+                 const long *restrict a_row, const long *restrict a_depth, const float *restrict b,
                  const long *restrict b_depth, float *c, const long *c_row, int is_begun) {
+#define A(i) x[is_packed ? i : a_row[i]]
   float sum[ROWS][COLUMNS];
   if (!depth) {
     for (int i = 0; i < rows && !is_begun; i++) memset(c + c_row[i], 0, columns * sizeof(float));
@@ -39,25 +42,29 @@ INLINE void tile(int rows, int columns, long depth, const float *restrict a,
   }
   const float *x = a + a_depth[0], *y = b + b_depth[0];
   if (is_begun) {
-    EACH_ROW(rows, sum[i][j] = fma32(x[i], y[j], c[c_row[i] + j]))
+    EACH_ROW(rows, sum[i][j] = fma32(A(i), y[j], c[c_row[i] + j]))
   } else {
-    EACH_ROW(rows, sum[i][j] = fma32(x[i], y[j], 0))
+    EACH_ROW(rows, sum[i][j] = fma32(A(i), y[j], 0))
   }
   for (long k = 1; k < depth; k++) {
     x = a + a_depth[k], y = b + b_depth[k];
-    EACH_ROW(rows, sum[i][j] = fma32(x[i], y[j], sum[i][j]))
+    EACH_ROW(rows, sum[i][j] = fma32(A(i), y[j], sum[i][j]))
   }
   EACH_ROW(rows, c[c_row[i] + j] = sum[i][j])
+#undef A
 }
 
-#define TILE(rows, vectors)                                                                       \
-  static void tile_##rows##_##vectors(long depth, const float *a, const long *a_depth,            \
-                                      const float *b, const long *b_depth, float *c,              \
-                                      const long *c_row, int is_begun) {                          \
-    tile(rows, vectors *LANES, depth, a, a_depth, b, b_depth, c, c_row, is_begun);                \
+#define TILE(name, is_packed, rows, vectors)                                                      \
+  static void name##rows##_##vectors(long depth, const float *a, const long *a_row,               \
+                                     const long *a_depth, const float *b, const long *b_depth,    \
+                                     float *c, const long *c_row, int is_begun) {                 \
+    tile(is_packed, rows, vectors *LANES, depth, a, a_row, a_depth, b, b_depth, c, c_row,         \
+         is_begun);                                                                               \
   }
-#define TILES(rows) TILE(rows, 1) TILE(rows, 2)
-#define NAMES(rows) {tile_##rows##_1, tile_##rows##_2}
+#define TILES(rows)                                                                               \
+  TILE(packed_, 1, rows, 1) TILE(packed_, 1, rows, 2)                                             \
+  TILE(placed_, 0, rows, 1) TILE(placed_, 0, rows, 2)
+#define NAMES(rows) {{packed_##rows##_1, packed_##rows##_2}, {placed_##rows##_1, placed_##rows##_2}}
 
 TILES(1) TILES(2) TILES(3) TILES(4)
 #if ROWS >= 6
@@ -67,10 +74,10 @@ TILES(5) TILES(6)
 TILES(7) TILES(8) TILES(9) TILES(10) TILES(11) TILES(12)
 #endif
 
-typedef void (*tile_function)(long, const float *, const long *, const float *, const long *,
-                              float *, const long *, int);
+typedef void (*tile_function)(long, const float *, const long *, const long *, const float *,
+                              const long *, float *, const long *, int);
 
-static const tile_function tiles[ROWS][2] = {
+static const tile_function tiles[ROWS][2][2] = {
     NAMES(1), NAMES(2), NAMES(3), NAMES(4),
 #if ROWS >= 6
     NAMES(5), NAMES(6),
@@ -149,23 +156,14 @@ INLINE void pack_lanes(int lanes, long depth, const float *from, const long *lan
   }
 }
 
-/* Pack lanes that are contiguous in memory; the last of several chunks overlaps the one before. */
+/* Pack lanes that are contiguous in memory. */
 INLINE void pack_run(long count, long depth, const float *from, const long *step, float *to,
                      long width) {
-#define COPY(n)                                                                                   \
-  case n:                                                                                         \
-    for (long k = 0; k < depth; k++) memcpy(to + k * width, from + step[k], n * sizeof(float));   \
-    break;
-  switch (count) {
-    COPY(1) COPY(2) COPY(3) COPY(4) COPY(5) COPY(6) COPY(7) COPY(8) COPY(12) COPY(16) COPY(32)
-    default:
-      for (long k = 0; k < depth; k++) {
-        for (long x = 0; x < count - 8; x += 8)
-          memcpy(to + k * width + x, from + step[k] + x, 8 * sizeof(float));
-        memcpy(to + k * width + count - 8, from + step[k] + count - 8, 8 * sizeof(float));
-      }
-  }
-#undef COPY
+  if (count == COLUMNS)
+    for (long k = 0; k < depth; k++)
+      memcpy(to + k * width, from + step[k], COLUMNS * sizeof(float));
+  else
+    for (long k = 0; k < depth; k++) copy_floats(count, from + step[k], to + k * width);
 }
 
 INLINE long run_length(const long *lane, long most) {
@@ -220,21 +218,18 @@ static void finish(const struct product *p, long row, long rows, long column, lo
       continue;
     }
     const float *addend = p->addend + (row + i) * p->addend_row + column * p->addend_column;
-    for (long j = 0; j < columns; j++)
-      to[j] = fma32(p->beta, addend[j * p->addend_column], p->alpha * to[j]);
+    if (p->addend_column == 1)
+      for (long j = 0; j < columns; j++) to[j] = fma32(p->beta, addend[j], p->alpha * to[j]);
+    else
+      for (long j = 0; j < columns; j++)
+        to[j] = fma32(p->beta, addend[j * p->addend_column], p->alpha * to[j]);
   }
 }
 
 /* Copy columns that lie one behind the other. */
 INLINE void move(const float *from, const long *from_row, float *to, const long *to_row, long rows,
                  long columns) {
-  for (long i = 0; i < rows; i++) {
-    const float *source = from + from_row[i];
-    float *target = to + to_row[i];
-    long j = 0;
-    for (; j + 8 <= columns; j += 8) memcpy(target + j, source + j, 8 * sizeof(float));
-    for (; j < columns; j++) target[j] = source[j];
-  }
+  for (long i = 0; i < rows; i++) copy_floats(columns, from + from_row[i], to + to_row[i]);
 }
 
 /* Copy a tile from c to `own`, or back: transposed by fours where rows lie one behind the other. */
@@ -264,15 +259,15 @@ static void exchange(float *c, const long *c_row, const long *c_column, float *o
 /* Compute a tile in c; or, where its columns don't lie one behind the other, in a copy. */
 static void compute(const struct product *p, const struct block *block, long row, long rows,
                     long column, long columns, int is_contiguous, const float *a,
-                    const long *a_depth, const float *b, const long *b_depth) {
+                    const long *a_row, const long *a_depth, const float *b, const long *b_depth) {
   float own[ROWS * COLUMNS] __attribute__((aligned(64)));
   const long *c_row = p->c_row + row, *c_column = p->c_column + column;
   const long *own_row = block->packed_column_depth; /* the same: i * COLUMNS */
   int must_finish = block->is_last && (p->addend || p->alpha != 1);
-  tile_function run_tile = tiles[rows - 1][columns > LANES];
+  tile_function run_tile = tiles[rows - 1][a_row != 0][columns > LANES];
   if (is_contiguous) {
     float *c = p->c + c_column[0];
-    run_tile(block->depth, a, a_depth, b, b_depth, c, c_row, block->is_begun);
+    run_tile(block->depth, a, a_row, a_depth, b, b_depth, c, c_row, block->is_begun);
     if (must_finish) finish(p, row, rows, column, columns, c, c_row);
     return;
   }
@@ -280,7 +275,7 @@ static void compute(const struct product *p, const struct block *block, long row
     memset(own, 0, sizeof own);
     exchange(p->c, c_row, c_column, own, own_row, rows, columns, 0);
   }
-  run_tile(block->depth, a, a_depth, b, b_depth, own, own_row, block->is_begun);
+  run_tile(block->depth, a, a_row, a_depth, b, b_depth, own, own_row, block->is_begun);
   if (must_finish) finish(p, row, rows, column, columns, own, own_row);
   exchange(p->c, c_row, c_column, own, own_row, rows, columns, 1);
 }
@@ -308,17 +303,24 @@ static void compute_panel(const struct product *p, const struct block *block, lo
   }
   for (long i = 0, from = 0; from < block->rows; from = tile_at(block, ++i)) {
     const float *a = block->a + i * ROWS * block->depth;
-    const long *a_depth = block->packed_row_depth;
+    const long *a_row = 0, *a_depth = block->packed_row_depth;
     if (block->is_a_in_place)
-      a = p->a + p->a_row[block->row + from], a_depth = p->a_depth + block->depth_at;
+      a = p->a, a_row = p->a_row + block->row + from, a_depth = p->a_depth + block->depth_at;
     compute(p, block, block->row + from, tile_at(block, i + 1) - from, column, columns, is_direct,
-            a, a_depth, b, b_depth);
+            a, a_row, a_depth, b, b_depth);
   }
 }
 
 /* Whether packing would cost more than it brings: the operand fits the processor's first cache. */
 INLINE int is_near(const long *depth_table, long depth) {
   return depth > 0 && depth_table[depth - 1] - depth_table[0] < 4096;
+}
+
+/* Whether a is read in place: for few columns, unless it is far apart, or the rows of a tile would take
+   the same few places in the processor's first cache. */
+static int can_stay(const struct block *block, const long *a_row, const long *a_depth) {
+  if (is_contiguous(a_row, block->rows)) return is_near(a_depth, block->depth);
+  return block->columns <= FEW_COLUMNS && block->rows > 1 && (a_row[1] - a_row[0]) % 512 != 0;
 }
 
 /* Compute one block. */
@@ -328,8 +330,7 @@ static void compute_block(const struct product *p, struct block *block) {
   block->is_a_contiguous = is_contiguous(a_depth, block->depth);
   block->is_b_contiguous = is_contiguous(b_depth, block->depth);
   block->is_b_near = is_near(b_depth, block->depth);
-  block->is_a_in_place = (block->columns <= COLUMNS || is_near(a_depth, block->depth)) &&
-                         is_contiguous(a_row, block->rows);
+  block->is_a_in_place = block->columns <= COLUMNS || can_stay(block, a_row, a_depth);
   for (long i = 0, from = 0; from < block->rows && !block->is_a_in_place;
        from = tile_at(block, ++i))
     pack(tile_at(block, i + 1) - from, block->depth, p->a, a_row + from, a_depth,
@@ -365,6 +366,19 @@ void multiply(const struct product *p, float *scratch) {
   }
 }
 
+void multiply_strided(struct product *p, const long a[2], const long b[2], long c_row,
+                      float *scratch) {
+  long *table = (long *)(scratch + MULTIPLY_SCRATCH);
+  p->a_row = table, table = (long *)strided(p->rows, a[0], table);
+  p->a_depth = table, table = (long *)strided(p->depth, a[1], table);
+  p->b_depth = table, table = (long *)strided(p->depth, b[0], table);
+  p->b_column = table, table = (long *)strided(p->columns, b[1], table);
+  p->c_row = table, table = (long *)strided(p->rows, c_row, table);
+  p->c_column = table, strided(p->columns, 1, table);
+  prepare(p->depth, scratch);
+  multiply(p, scratch);
+}
+
 /* Products of a batch; strides are of (batch, row or depth, depth or column). */
 struct matrices {
   long batch, rows, columns, depth;
@@ -377,21 +391,14 @@ struct matrices {
 PORTABLE void multiply_matrices(const struct matrices *m, const float *a, const float *b,
                                 const float *addend, float *c, float alpha, float beta,
                                 float *scratch) {
-  long *table = (long *)(scratch + MULTIPLY_SCRATCH);
   struct product p = {.rows = m->rows, .columns = m->columns, .depth = m->depth, .alpha = alpha,
                       .beta = beta, .addend_row = m->addend[1], .addend_column = m->addend[2]};
-  p.a_row = table, table = (long *)strided(m->rows, m->a[1], table);
-  p.a_depth = table, table = (long *)strided(m->depth, m->a[2], table);
-  p.b_depth = table, table = (long *)strided(m->depth, m->b[1], table);
-  p.b_column = table, table = (long *)strided(m->columns, m->b[2], table);
-  p.c_row = table, table = (long *)strided(m->rows, m->columns, table);
-  p.c_column = table, strided(m->columns, 1, table);
-  prepare(m->depth, scratch);
   for (long i = 0; i < m->batch; i++) {
     p.a = a + i * m->a[0], p.b = b + i * m->b[0];
     p.c = c + (m->is_one ? 0 : i * m->rows * m->columns);
     p.addend = addend ? addend + i * m->addend[0] : 0;
     p.is_begun = m->is_one && i > 0, p.is_partial = m->is_one && i + 1 < m->batch;
-    multiply(&p, scratch);
+    if (i) multiply(&p, scratch);
+    else multiply_strided(&p, m->a + 1, m->b + 1, m->columns, scratch);
   }
 }

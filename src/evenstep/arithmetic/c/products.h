@@ -37,6 +37,12 @@ void prepare(long depth, float *scratch);
 
 void multiply(const struct product *p, float *scratch);
 
+/* A product of matrices whose rows and columns lie at constant distances: fills the tables, which
+   take 4 * (rows + columns + depth) floats behind the working memory. The strides are those of a's
+   rows and depth, of b's depth and columns, and of c's rows. */
+void multiply_strided(struct product *p, const long a[2], const long b[2], long c_row,
+                      float *scratch);
+
 /* table[i] = i * stride; returns the memory behind the table */
 INLINE float *strided(long count, long stride, long *table) {
   for (long i = 0; i < count; i++) table[i] = i * stride;

@@ -7,8 +7,8 @@
   over (output channel of its group, kernel position), ascending. A kernel position that meets no
   output because of the stride is left out; outputs beyond the edges count as zeros.
 * An element of the weights' gradient is one chain over (example, output position), ascending.
-* An element of the bias's gradient is a sum in float64, rounded once: see `sum_channels` in
-  `c/channels.c`.
+* An element of the bias's gradient is a sum over (example, output position), as any other sum
+  (`c/sums.h`).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from evenstep.arithmetic.arrays import is_float32, layout_of
 from evenstep.arithmetic.native import Function, scratch
 from evenstep.arithmetic.operations import kernel
 from evenstep.arithmetic.sums.products import SCRATCH
+from evenstep.arithmetic.sums.reductions import VALUES
 
 aten = torch.ops.aten
 
 _convolve = Function("convolve", "pppppp")
 _convolve_for_weights = Function("convolve_for_weights", "ppppp")
-_sum_channels = Function("sum_channels", "lllpp")
-_sum_channels_last = Function("sum_channels_last", "llppp")
+_reduce = Function("reduce", "lllllpdlp")
 
 _BLOCK = 1024  # output positions, of one example or several, to compute at a time
 _CHUNK = 64  # CHUNK in C
@@ -145,14 +145,12 @@ def _of_bias(of_out: torch.Tensor) -> torch.Tensor:
     examples, channels, *space = of_out.shape
     positions = math.prod(space)
     out = torch.empty(channels, dtype=torch.float32)
-    layout = layout_of(of_out)
-    if layout is torch.contiguous_format:
+    if layout_of(of_out) is torch.contiguous_format:
         of_out = of_out.contiguous()
-        _sum_channels(examples, channels, positions, of_out.data_ptr(), out.data_ptr())
+        sizes = channels, examples, positions, 1
     else:
-        memory = scratch(32 * channels)
-        addresses = (of_out.data_ptr(), out.data_ptr(), memory)
-        _sum_channels_last(examples * positions, channels, *addresses)
+        sizes = 1, 1, examples * positions, channels
+    _reduce(VALUES, *sizes, of_out.data_ptr(), 1.0, False, out.data_ptr())
     return out
 
 
