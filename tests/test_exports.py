@@ -27,6 +27,9 @@ _EXPORTS = {
     "evenstep.arithmetic.elements": "",
     "evenstep.arithmetic.scattered": "",
     "evenstep.arithmetic.sums": "",
+    "evenstep.arithmetic.together": """
+        NotTogetherError add_up computing_together is_of_shards of_shards shards_of
+    """,
     "evenstep.batch": """
         Batch Cut Part ProcessAssignment Shards contiguous_runs count_examples cut_batch
         shard_bounds shared

@@ -25,7 +25,7 @@ from evenstep.arithmetic.arrays import is_float32, layout_of
 from evenstep.arithmetic.native import Function, scratch
 from evenstep.arithmetic.operations import kernel
 from evenstep.arithmetic.sums.products import SCRATCH
-from evenstep.arithmetic.sums.reductions import VALUES
+from evenstep.arithmetic.sums.reductions import VALUES, reduced_to
 
 aten = torch.ops.aten
 
@@ -170,20 +170,16 @@ def gradients_by_shard(
         window: of a convolution that is not transposed.
         mask: whether the gradients of weights and bias are wanted.
     """
-    batches, examples, channels, *space = of_out.shape
     of_weight = of_bias = None
     if mask[0]:
-        of_weight = weight.new_empty((batches, *weight.shape))
+        of_weight = weight.new_empty((len(of_out), *weight.shape))
         parts = (source[0], weight, of_out[0])
         geometry = _geometry(*map(Array.of, parts), window, False)
         memory = scratch(geometry.floats)
         for at in zip(*map(_addresses, (source, of_out, of_weight)), strict=True):
             _convolve_for_weights(geometry.address, *at, memory)
     if mask[1]:
-        of_bias = weight.new_empty((batches, channels))
-        sizes = (examples, channels, math.prod(space))
-        for at in zip(*map(_addresses, (of_out, of_bias)), strict=True):
-            _sum_channels(*sizes, *at)
+        of_bias = reduced_to(VALUES, of_out, [1, *range(3, of_out.ndim)], False)
     return of_weight, of_bias
 
 

@@ -222,9 +222,9 @@ def _is_only_composed(function: Callable[..., Any]) -> bool:
 _STATISTICS = ("running_mean", "running_var")
 _PLACED = ("resize_", "resize", "set_", "resize_as_", "as_strided_copy", "as_strided_scatter")
 _ALIASES = frozenset({"_unsafe_view", "_reshape_alias", "lift_fresh"})
-_LIKE = frozenset(
-    ("empty_like", "zeros_like", "ones_like", "full_like")
-    + ("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
+_LIKE = (
+    *("empty_like", "zeros_like", "ones_like", "full_like"),
+    *("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"),
 )
 
 _FORMS: dict[int, _Form] = {}  # by the `id` of an operation, which torch keeps for ever

@@ -124,9 +124,7 @@ def _is_elementwise(op: Any) -> bool:
 def _register_elementwise() -> None:
     for name in dir(aten):
         packet = getattr(aten, name)
-        for overload in (
-            packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ()
-        ):
+        for overload in packet.overloads() if hasattr(packet, "overloads") else ():
             op = getattr(packet, overload)
             if _is_elementwise(op):
                 RULES[op] = elementwise
