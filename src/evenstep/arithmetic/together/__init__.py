@@ -1,6 +1,7 @@
 """Several shards computed as one batch, each with the bits that it has alone."""
 
-from evenstep.arithmetic.together import parameters, rules  # noqa: F401 - they register rules
+import evenstep.arithmetic.together.parameters  # they register what they have
+import evenstep.arithmetic.together.rules  # noqa: F401
 from evenstep.arithmetic.together.blocks import (
     NotTogetherError,
     is_of_shards,
