@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from evenstep.errors import InputError
+from evenstep.shard.together import Together
 from good_models import MODELS
 from reference import assert_same_bits
 from test_plain import (
@@ -35,6 +36,24 @@ REFUSED = {
 }
 """What has no portable kernel, by model."""
 
+ONE_BY_ONE = {
+    "packed sequences": "results of different shapes",
+    "conditional random field": "results of different shapes",
+    "seq2seq with attention": "a number that differs from shard to shard",
+    "gan, generator": "a tensor's place in its storage",
+    "gan, discriminator": "a tensor's place in its storage",
+    "shards without labels": "differ",
+    "spectral norm": "a tensor's place in its storage",
+    "spectral norm by a hook": "a tensor's place in its storage",
+    "checkpointed activations": "the state of random numbers",
+    "checkpointed reentrantly": None,
+    "bfloat16 weights": "a gradient of torch.bfloat16",
+    "one shard": None,
+    "synchronised batch norm": None,
+    "gradients in shared memory, Hooked": "numpy()",
+}
+"""Why shards can't be computed at once, by model; None where that is not even tried."""
+
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in REFUSED])
 @pytest.mark.thinned(6)
@@ -43,6 +62,28 @@ def test_the_devices_do_not_change_a_bit(name):
     other_state, other_losses = train(MODELS[name], **SEVERAL, arithmetic="portable")
     assert_same_bits(other_state, state)
     assert other_losses == losses
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in REFUSED])
+@pytest.mark.thinned(6)
+def test_shards_are_computed_at_once_where_that_gives_their_bits(name, monkeypatch):
+    made, make = [], Together.__init__
+
+    def noted(together):
+        make(together)
+        made.append(together)
+
+    monkeypatch.setattr(Together, "__init__", noted)
+    train(MODELS[name], devices=1, arithmetic="portable")
+    refused = [one.refused for one in made if one.refused]
+    shown = [one for one in made if one._shown]
+    if name not in ONE_BY_ONE:
+        assert shown
+        assert not refused
+    else:
+        assert not shown
+        expected = ONE_BY_ONE[name]
+        assert [expected in one for one in refused] == ([True] if expected else [])
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in {*REFUSED, *NOT_WHOLE}])
