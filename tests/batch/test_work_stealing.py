@@ -37,6 +37,38 @@ def test_a_lane_computes_its_run_from_the_front():
     assert [(time.lane, time.shard, time.stolen) for time in done] == [(0, 0, False), (0, 1, False)]
 
 
+def test_shards_that_are_computed_at_once_each_take_a_part_of_the_time():
+    queue, clock, done = queue_of(paced(1.0), [0, 1, 2, 3, 4])
+    assert queue.next(0) == 0
+    assert queue.also(0, range(3))
+    clock.now = 6.0
+    assert queue.next(0) == 3
+    assert [(one.shard, one.began_s, one.ended_s) for one in done] == [
+        *((0, 0.0, 2.0), (1, 2.0, 4.0), (2, 4.0, 6.0))
+    ]
+
+
+def test_only_the_next_shards_of_the_own_run_are_computed_at_once():
+    queue, *_ = queue_of(paced(1.0, 9.0), [0, 1], [2, 3])
+    assert queue.next(0) == 0
+    assert not queue.also(0, range(3))  # 2 is another lane's
+    assert queue.also(0, range(2))
+    assert queue.next(0) == 3  # stolen
+    assert not queue.also(0, range(3, 5))
+    queue.dropped = True
+    assert not queue.also(1, range(2, 3))
+
+
+def test_a_lane_that_computes_several_shards_may_take_as_much_longer():
+    queue, clock, _ = queue_of(paced(1.0, 1.0), [0, 1, 2, 3], [])
+    assert queue.next(0) == 0
+    assert queue.also(0, range(4))
+    clock.now = 60.0  # 15 s for each
+    assert queue.stuck([0, 1], 16.0) == []
+    clock.now = 90.0
+    assert queue.stuck([0, 1], 16.0) == [0]
+
+
 def test_a_thief_takes_the_last_shard_of_the_run_that_will_end_last():
     queue, *_ = queue_of(paced(1.0, 1.0, 5.0), [], [0, 1, 2, 3], [4, 5])
     assert queue.next(0) == 5  # 4 s in lane 1, 10 s in lane 2

@@ -209,3 +209,14 @@ def test_floats_in_another_order_have_other_bits():
     left_to_right = functools.reduce(torch.add, values)
     assert not torch.equal(left_to_right, expected)
     assert not torch.equal(tree_sum(list(values.flip(0)), torch.add), expected)
+
+
+@pytest.mark.parametrize("shards", range(2, 12))
+def test_the_sum_of_some_shards_can_be_put_at_once(shards):
+    plan = tree_plan(shards, shards)
+    for span in plan.nodes():
+        tree = TreeSum(plan, write)
+        tree.put(plan.node_of(span), canonical(span.start, span.stop, span))
+        for shard in {*range(shards)} - {*span}:
+            tree.put(shard, str(shard))
+        assert root_of(tree) == canonical(0, shards, range(shards))
