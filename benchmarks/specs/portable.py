@@ -144,6 +144,64 @@ def _trainings() -> Pairs:
         yield name, times
 
 
+class HandWritten(nn.Module):
+    """An LSTM whose steps are written in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_input, self.of_state = nn.Linear(16, 128), nn.Linear(32, 128)
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = memory = x.new_zeros(len(x), 32)
+        for step in range(x.shape[1]):
+            gates = self.of_input(x[:, step]) + self.of_state(state)
+            forget, add, show, new = gates.chunk(4, 1)
+            memory = torch.sigmoid(forget) * memory + torch.sigmoid(add) * torch.tanh(new)
+            state = torch.sigmoid(show) * torch.tanh(memory)
+        return self.head(state)
+
+
+def _perceptron() -> nn.Module:
+    layers = [nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10)]
+    return nn.Sequential(*layers)
+
+
+def _thin() -> nn.Module:
+    layers = [layer for _ in range(200) for layer in (nn.Linear(16, 16), nn.Tanh())]
+    return nn.Sequential(*layers, nn.Linear(16, 10))
+
+
+SMALL: Mapping[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
+    "perceptron of 3 layers, 64 examples": (_perceptron, (64, 32), 1.3),
+    "LeNet, 8 examples": (lenet, (8, 1, 28, 28), 1.3),
+    "LSTM by hand, 20 steps, 64 examples": (HandWritten, (64, 20, 16), 1.3),
+    "200 thin layers, 64 examples": (_thin, (64, 16), 1.3),
+    "LeNet, 256 examples": (lenet, (256, 1, 28, 28), 1.05),
+}
+"""Networks, the shapes of their batches, and the most that V = 8 may cost, over V = 1."""
+
+
+def _shards() -> Pairs:
+    """Time steps with V = 1 and V = 8: in torch's arithmetic, then in portable arithmetic."""
+    for name, (make, shape, _) in SMALL.items():
+        times = []
+        for arithmetic in BOTH:
+            for shards in (1, 8):
+                torch.manual_seed(0)
+                model = make()
+                batch = torch.randn(shape), torch.randint(10, shape[:1])
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+                experiment = evenstep.Experiment(shards=shards, arithmetic=arithmetic)
+                loss = nn.CrossEntropyLoss()
+                with evenstep.Trainer(
+                    model, optimizer, loss, experiment=experiment, devices=1
+                ) as trainer:
+                    step = each_ms(functools.partial(trainer.step, *batch), 31, 6)
+                times.append(statistics.median(step) / 1e3)
+        yield name, times
+
+
 def _images(examples: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(examples, 1, 28, 28), torch.randint(10, (examples,))
 
@@ -185,6 +243,7 @@ PARTS: Mapping[str, tuple[Callable[[], Pairs], float]] = {
     "functions": (_functions, 0.9),
     "trainings": (_trainings, 0.9),
     "loops": (_loops, 10),
+    "shards": (_shards, 0),
 }
 """What times a part's cases, and the target: the speed over that of torch's arithmetic."""
 
@@ -192,7 +251,8 @@ PARTS: Mapping[str, tuple[Callable[[], Pairs], float]] = {
 def tables(document: Mapping[str, Any]) -> dict[str, Table]:
     """Return a table for each part."""
     runs = document["runs"]
-    found = {part: _table(part, select(runs, variant=part)) for part in PARTS}
+    found = {part: _table(part, select(runs, variant=part)) for part in PARTS if part != "shards"}
+    found["shards"] = _table_of_shards(select(runs, variant="shards"))
     accurate = select(runs, variant="accuracies")[:1]  # each round gives the same
     rows = [[one, *cells(run["accuracies"][one])] for run in accurate for one in run["accuracies"]]
     return {**found, "accuracies": Table(("arithmetic", "test accuracy", "least to most"), rows)}
@@ -207,6 +267,19 @@ def _table(part: str, runs: Sequence[Run]) -> Table:
         rows.append([name, median(plain), median(portable), *cells(speeds, unit="×"), *judged])
     head = ("case", "torch, ms", "portable, ms", "speed", "spread of it", "target", "verdict")
     return Table(head, rows)
+
+
+def _table_of_shards(runs: Sequence[Run]) -> Table:
+    rows = []
+    for name in runs[0]["seconds"] if runs else ():
+        ms = [[1e3 * run["seconds"][name][place] for run in runs] for place in range(4)]
+        plain = [eight / one for one, eight in zip(*ms[:2], strict=True)]
+        costs = [eight / one for one, eight in zip(*ms[2:], strict=True)]
+        judged = verdict(costs, at_most=SMALL[name][2], spell="{}×".format)
+        figures = (median(ms[2]), median(ms[3]), *cells(costs, unit="×"))
+        rows.append([name, f"{median(plain)}×", *figures, *judged])
+    head = ("network", "torch", "V = 1, ms", "V = 8, ms", "V = 8 over V = 1", "spread of it")
+    return Table((*head, "target", "verdict"), rows)
 
 
 BENCHMARK = Benchmark(

@@ -107,7 +107,11 @@ def flat_of_shards(tensor: torch.Tensor, shards: int, like: torch.Tensor) -> tor
         like: a contiguous tensor of a shard.
     """
     storage: Any = tensor.untyped_storage()
-    storage._evenstep_blocks = Blocks(shards, like.numel() * tensor.itemsize)
+    nbytes = like.numel() * tensor.itemsize
+    if storage.nbytes() != shards * nbytes or _is_marked(storage):
+        tensor = tensor.clone()
+        storage = tensor.untyped_storage()
+    storage._evenstep_blocks = Blocks(shards, nbytes)
     return tensor.as_strided(like.shape, like.stride())
 
 

@@ -7,7 +7,7 @@ are. So each of these has the bits that it has for a shard alone.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,28 +45,52 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 def elementwise(region: Region, op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operation whose tensors are broadcast, with the shards as their first dimension."""
-    if not _writes(op) and not kwargs:
-        given, like = [], None
-        for one in args:
-            if isinstance(one, torch.Tensor):
-                blocks = one.untyped_storage().__dict__.get("_evenstep_blocks")
-                if blocks is None or blocks.nbytes != one.nbytes or not one.is_contiguous():
-                    break
-                if like is None:
-                    like, shape = one, one.shape
-                elif one.shape != shape:
-                    break
-                given.append(one.as_strided((region.shards * one.numel(),), (1,)))
-            else:
-                given.append(one)
+    found = NotImplemented if kwargs else _in_a_row(region, op, args)
+    if found is not NotImplemented:
+        return found
+    given = _broadcast(args, kwargs)
+    if given is NotImplemented:
+        return given
+    result = region.compute(op, *given, **kwargs)
+    if isinstance(result, torch.Tensor):
+        return of_shards(result, region.shards)
+    return type(result)([of_shards(one, region.shards) for one in result])
+
+
+def elementwise_in_place(region: Region, op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run such an operation that writes to its first argument."""
+    given = _broadcast(args, kwargs)
+    if given is NotImplemented:
+        return given
+    region.compute(op, *given, **kwargs)
+    return args[0]
+
+
+def _in_a_row(region: Region, op: Any, args: Sequence[Any]) -> Any:
+    """Run an operation on all numbers in a row, where all tensors are contiguous and alike."""
+    given, like, shape = [], None, None
+    for one in args:
+        if isinstance(one, torch.Tensor):
+            blocks = blocks_of(one)
+            if blocks is None or blocks.nbytes != one.nbytes or not one.is_contiguous():
+                return NotImplemented
+            if like is None:
+                like, shape = one, one.shape
+            elif one.shape != shape:
+                return NotImplemented
+            given.append(one.as_strided((region.shards * one.numel(),), (1,)))
         else:
-            result = region.compute(op, *given)
-            if isinstance(result, torch.Tensor) and like is not None and result.numel():
-                return flat_of_shards(result, region.shards, like)
-    return _broadcast(region, op, *args, **kwargs)
+            given.append(one)
+    if like is None:
+        return NotImplemented
+    result = region.compute(op, *given)
+    if not isinstance(result, torch.Tensor):
+        return NotImplemented
+    return flat_of_shards(result, region.shards, like)
 
 
-def _broadcast(region: Region, op: Any, *args: Any, **kwargs: Any) -> Any:
+def _broadcast(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return arguments with the shards as the first dimension of tensors that stand for them."""
     ndim, dtype, is_mixed, has_scalars = 0, None, False, False
     for one in args:
         if isinstance(one, torch.Tensor):
@@ -86,12 +110,7 @@ def _broadcast(region: Region, op: Any, *args: Any, **kwargs: Any) -> Any:
             given.append(whole(one, blocks, ndim))
         else:
             given.append(one)
-    result = region.compute(op, *given, **kwargs)
-    if _writes(op):
-        return args[0]
-    if isinstance(result, torch.Tensor):
-        return of_shards(result, region.shards)
-    return type(result)([of_shards(one, region.shards) for one in result])
+    return given
 
 
 @functools.cache
@@ -127,7 +146,7 @@ def _register_elementwise() -> None:
         for overload in packet.overloads() if hasattr(packet, "overloads") else ():
             op = getattr(packet, overload)
             if _is_elementwise(op):
-                RULES[op] = elementwise
+                RULES[op] = elementwise_in_place if written_by(op) else elementwise
 
 
 # ---- along a dimension of each shard
