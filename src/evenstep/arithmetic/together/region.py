@@ -58,10 +58,8 @@ class Region:
         form = _FORMS.get(id(operation)) or _form(operation)
         if form.is_view:
             return operation(*args, **kwargs)
-        first = args[0] if args else None  # most often it is enough to look at this one
-        if not isinstance(first, torch.Tensor) or blocks_of(first) is None:
-            if not has_blocks(args) and not (kwargs and has_blocks(kwargs.values())):
-                return self._run_shared(form, args, kwargs)
+        if not has_blocks(args) and not (kwargs and has_blocks(kwargs.values())):
+            return self._run_shared(form, args, kwargs)
         if form.changes_storage:
             raise NotTogetherError("a tensor's place in its storage")
         if form.is_random and kwargs.get("generator") is not None:
