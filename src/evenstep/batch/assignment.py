@@ -203,7 +203,11 @@ class ShardQueue:
             current = self._current[lane]
             if current is not None:
                 self._current[lane] = None
-                self._end(lane, *current, now)
+                if self._at_once[lane] > 1:
+                    self._end_of_several(lane, *current, now)
+                else:
+                    self._pace.learn(lane, now - current[2])
+                    self._done.append(ShardTime(lane, *current, now))
             if self.dropped:
                 return None
             run = self._runs[lane]
@@ -244,7 +248,9 @@ class ShardQueue:
                 return []
             return [lane for lane in at_work if self._working_s(lane, now) > limit_s]
 
-    def _end(self, lane: int, first: int, stolen: bool, began_s: float, now: float) -> None:
+    def _end_of_several(
+        self, lane: int, first: int, stolen: bool, began_s: float, now: float
+    ) -> None:
         """Note the times of the shards that a lane has computed at once: each an equal part."""
         count, self._at_once[lane] = self._at_once[lane], 1
         took_s = (now - began_s) / count

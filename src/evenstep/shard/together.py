@@ -63,12 +63,8 @@ class Together:
 
     def runs(self, replica: Replica, cut: Cut) -> Mapping[int, Sequence[range]]:
         """Return which shards of a batch may be computed at once: by the first, longest first."""
-        if (
-            self.refused is not None
-            or cut.filled == 1
-            or not cut.can_join
-            or not replica.may_accumulate
-        ):
+        may = replica.may_accumulate and replica.has_run_backward
+        if self.refused is not None or cut.filled == 1 or not (cut.can_join and may):
             return {}
         nbytes = sum(one.nbytes for one in replica.parameters)
         most = _LARGEST_BYTES // max(nbytes, 1)

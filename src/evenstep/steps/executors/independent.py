@@ -185,12 +185,11 @@ class IndependentExecutor:
         outside = shard_here.set("apart" if attempt.cut.filled > 1 else None)
         try:
             while (shard := queue.next(lane)) is not None:  # type: ignore[assignment]
-                run = self._at_once(attempt, replica, lane, shard, batches)
-                if run is not None:
-                    self._compute_together(attempt, replica, lane, run)
-                else:
-                    work = self._work(replica, lane, attempt, shard, batches)
-                    attempt.work.results[shard] = attempt.work.compute(replica, work)
+                may_join = attempt.work.compute_together is not None and batches is None
+                if may_join and self._compute_together(attempt, replica, lane, shard):
+                    continue
+                work = self._work(replica, lane, attempt, shard, batches)
+                attempt.work.results[shard] = attempt.work.compute(replica, work)
                 if attempt.cut.shared:
                     attempt.cut.refuse_written_copies()
         except BaseException as error:
@@ -200,31 +199,22 @@ class IndependentExecutor:
         finally:
             shard_here.reset(outside)
 
-    def _at_once(
-        self,
-        attempt: Attempt,
-        replica: Replica,
-        lane: int,
-        shard: int,
-        batches: Mapping[int, Batch] | None,
-    ) -> range | None:
-        """Return shards from `shard` on that the lane is to compute at once; None for that one."""
-        work = attempt.work
-        if work.compute_together is None or batches is not None or not replica.has_run_backward:
-            return None
+    def _compute_together(self, attempt: Attempt, replica: Replica, lane: int, first: int) -> bool:
+        """Compute shards from `first` on at once, if there are such; return whether there are."""
+        work, cut = attempt.work, attempt.cut
         assert self.together is not None
         assert work.queue is not None
-        runs = self.together.runs(replica, attempt.cut).get(shard, ())
-        return next((run for run in runs if work.queue.also(lane, run)), None)
-
-    def _compute_together(
-        self, attempt: Attempt, replica: Replica, lane: int, shards: range
-    ) -> None:
-        assert attempt.work.compute_together is not None
-        works = [self._work_of(attempt, shard, None) for shard in shards]
-        take = functools.partial(attempt.cut.take, place=self._place[lane])
-        leaves = attempt.work.compute_together(replica, works, attempt.cut, take)
-        attempt.work.results.update(zip(shards, leaves, strict=True))
+        assert work.compute_together is not None
+        runs = self.together.runs(replica, cut).get(first, ())
+        shards = next((run for run in runs if work.queue.also(lane, run)), None)
+        if shards is None:
+            return False
+        no_examples: dict[int, Batch] = dict.fromkeys(shards, ())
+        works = [self._work(replica, lane, attempt, shard, no_examples) for shard in shards]
+        take = functools.partial(cut.take, place=self._place[lane])
+        leaves = work.compute_together(replica, works, cut, take)
+        work.results.update(zip(shards, leaves, strict=True))
+        return True
 
     def _finish_kernels(self, fences: Sequence[Any]) -> None:
         """Wait for kernels of the calling lane, unless its device is given up meanwhile."""
@@ -396,10 +386,6 @@ class IndependentExecutor:
                 cut.check_unchanged()
         elif not cut.lies_on(batch, replica.device):  # copied for another device's run
             batch = streams.copy_to(batch, replica.device)
-        return self._work_of(attempt, shard, batch)
-
-    def _work_of(self, attempt: Attempt, shard: int, batch: Batch) -> ShardWork:
-        cut = attempt.cut
         lo, hi = cut.bounds[shard]
         return ShardWork(
             shard,
