@@ -187,6 +187,10 @@ def mixed(x):
     return (x * half).sum() * torch.tensor(3) + x.mean() * x.shape[0]
 
 
+def promoted(x):
+    return x.argmax() + torch.ones(5, dtype=torch.int32)
+
+
 def joined(x):
     return torch.cat([x, torch.ones(4, 2), x[:, :1]], 1).chunk(2, 1)[1]
 
@@ -201,7 +205,7 @@ def attended(x):
     return functional.scaled_dot_product_attention(q, q, q, is_causal=True)
 
 
-CASES = (masked, into_new, in_place, drawn, mixed, joined, of_constants, attended)
+CASES = (masked, into_new, in_place, drawn, mixed, promoted, joined, of_constants, attended)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
@@ -219,6 +223,11 @@ def written_outside(x):
     return KEPT.add_(x)
 
 
+def counted(x):
+    KEPT.add_(1)
+    return x
+
+
 def as_number(x):
     return x * float(x.sum())
 
@@ -228,7 +237,7 @@ def of_data(x):
 
 
 @pytest.mark.parametrize(
-    "case", [written_outside, as_number, of_data], ids=lambda one: one.__name__
+    "case", [written_outside, counted, as_number, of_data], ids=lambda one: one.__name__
 )
 def test_what_needs_each_shard_by_itself_is_refused(case):
     with evenstep.portable(seed=0):
