@@ -154,3 +154,13 @@ def test_the_default_dtype_does_not_matter(dtype):
     for one, other in zip(found, expected, strict=True):
         assert one.dtype is torch.float32
         assert same(one, other)
+
+
+@pytest.mark.parametrize("mode", ["reflect", "replicate"])
+def test_a_batch_without_examples_is_padded(mode):
+    x = torch.empty(0, 3, 3, requires_grad=True)
+    with evenstep.portable():
+        padded = torch.nn.functional.pad(x, (0, 2), mode)
+        (gradient,) = torch.autograd.grad(padded, x, torch.ones_like(padded))
+    assert padded.shape == (0, 3, 5)
+    assert gradient.shape == x.shape

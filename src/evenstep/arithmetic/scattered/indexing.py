@@ -51,7 +51,8 @@ def add_rows(
     n, length = len(rows) // max(blocks, 1), rows.shape[1]
     if at.dtype not in (torch.int64, torch.int32):
         raise RuntimeError(f"Expected dtype int32/int64 for index, but got {at.dtype}")
-    if len(at) not in (n, blocks * n) or (len(rows), out.shape[1]) != (blocks * n, length):
+    fits = len(at) in (n, blocks * n) or not blocks
+    if not fits or (len(rows), out.shape[1]) != (blocks * n, length):
         raise RuntimeError(
             f"{len(at)} places for {len(rows)} rows of {length} numbers, to be added to "
             f"{len(out)} rows of {out.shape[1]}"
