@@ -208,6 +208,27 @@ def attended(x):
 CASES = (masked, into_new, in_place, drawn, mixed, promoted, joined, of_constants, attended)
 
 
+def in_half_precision(x):
+    weight = torch.ones(2, 1, 3, dtype=torch.bfloat16, requires_grad=True)
+    out = functional.conv1d(x.view(4, 1, 5).bfloat16(), weight)
+    return torch.autograd.grad(out.sum(), weight)
+
+
+def of_bytes(x):
+    return functional.nll_loss(x.log_softmax(1), torch.tensor([0, 1, 2, 3], dtype=torch.uint8))
+
+
+def test_labels_of_a_kind_that_has_no_kernel_are_refused_as_for_one_shard():
+    with evenstep.portable(seed=0):
+        each = [((torch.randn(4, 5),), {}) for _ in range(SHARDS)]
+        for run_it in (apart, together):
+            with pytest.raises(ModelError, match="nll_loss"):
+                run_it(of_bytes, each)
+
+
+CASES += (in_half_precision,)
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_what_layers_do_has_the_bits_of_each_shard(case):
     with evenstep.portable(seed=0):

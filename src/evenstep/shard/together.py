@@ -47,7 +47,8 @@ from evenstep.shard.partial_sum import PartialSum, add
 logger = logging.getLogger("evenstep")
 
 _LARGEST_BYTES = 1 << 24
-"""How much memory the gradients of all shards may take: more is faster computed shard by shard."""
+"""The most memory that the gradients of all shards may take. Large models gain nothing by it: what
+a shard costs them is arithmetic."""
 
 
 class Together:

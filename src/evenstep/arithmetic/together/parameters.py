@@ -108,7 +108,8 @@ def convolution_backward(
     if any(for_parameters):
         _, stride, padding, dilation, transposed, _, groups = window_of
         arrays = (shards_of(of_out, shards), shards_of(source, shards), weight)
-        if transposed or not all(one.is_contiguous() for one in arrays):
+        is_simple = is_float32(*arrays) and all(one.is_contiguous() for one in arrays)
+        if transposed or not is_simple:
             mask = [False, *for_parameters]
             found = region.apart(op, (of_out, source, weight, *window_of, mask), {})[1:]
         else:
@@ -129,7 +130,7 @@ def nll_loss(
     ignore_index: int,
 ) -> Any:
     """Return each shard's negative log-likelihood, and its total weight."""
-    if not is_float32(x, weight) or (weight is not None and blocks_of(weight) is not None):
+    if not _is_likelihood(target, weight, x):
         return NotImplemented
     shards, shape = region.shards, target.shape if reduction == 0 else ()
     given = shards_of(x, shards), shards_of(target, shards)
@@ -151,7 +152,7 @@ def nll_loss_backward(
     total: torch.Tensor,
 ) -> Any:
     """Return the gradient of each shard's scores."""
-    if not is_float32(grad, x, weight) or (weight is not None and blocks_of(weight) is not None):
+    if not _is_likelihood(target, weight, x, grad, total):
         return NotImplemented
     of_out, scores, targets, totals = (
         shards_of(one, region.shards) for one in (grad, x, target, total)
@@ -160,6 +161,14 @@ def nll_loss_backward(
         return NotImplemented
     given = (of_out, scores, targets, weight, reduction, ignore_index, totals)
     return of_shards(nll_gradients(*given), region.shards)
+
+
+def _is_likelihood(
+    target: torch.Tensor, weight: torch.Tensor | None, *numbers: torch.Tensor
+) -> bool:
+    """Whether C can take the arguments, and class weights are the same for all shards."""
+    is_shared = weight is None or blocks_of(weight) is None
+    return is_shared and is_float32(weight, *numbers) and target.dtype is torch.int64
 
 
 @rule("native_layer_norm")
