@@ -211,7 +211,7 @@ CASES = (masked, into_new, in_place, drawn, mixed, promoted, joined, of_constant
 def in_half_precision(x):
     weight = torch.ones(2, 1, 3, dtype=torch.bfloat16, requires_grad=True)
     out = functional.conv1d(x.view(4, 1, 5).bfloat16(), weight)
-    return torch.autograd.grad(out.sum(), weight)
+    return torch.autograd.grad((out * out).sum(), weight)
 
 
 def of_bytes(x):
