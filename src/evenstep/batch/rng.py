@@ -39,6 +39,7 @@ class ShardRandomness:
         """Create generators when they are needed; no `seed` is read for a shard that draws none."""
         self._seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}
+        self._last: torch.Generator | None = None  # of an accelerator
         self._outer: ShardRandomness | None = None
 
     def __enter__(self) -> None:
@@ -51,14 +52,19 @@ class ShardRandomness:
         _HERE.randomness = self._outer
 
     def generator(self, device: torch.device) -> torch.Generator:
-        """Return the shard's generator for `device`."""
+        """Return the shard's generator for `device`; all accelerators draw from one sequence."""
         if device.type == "cpu":
             device = _CPU
         elif device.index is None:
             device = torch.device(device.type, torch.accelerator.current_device_index())
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(self._seed())
-        return self._generators[device]
+        found = self._generators[device]
+        if device is not _CPU and self._last is not found:  # the next stage of the network
+            if self._last is not None:
+                found.set_state(self._last.get_state())
+            self._last = found
+        return found
 
 
 _HERE = threading.local()  # .randomness: of the shard that the thread computes

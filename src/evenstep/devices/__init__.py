@@ -7,7 +7,7 @@ from evenstep.devices.arithmetic import (
     known_results,
     torch_settings,
 )
-from evenstep.devices.device import Device, as_device, parse_device
+from evenstep.devices.device import Device, StagedDevice, as_device, in_stages, parse_device
 from evenstep.devices.discovery import (
     Devices,
     cgroup_quota_cores,
@@ -26,6 +26,7 @@ from evenstep.devices.process_wide import process_wide, short_switch_interval
 __all__ = [
     "Device",
     "Devices",
+    "StagedDevice",
     "arithmetic_facts",
     "as_device",
     "carry",
@@ -34,6 +35,7 @@ __all__ = [
     "find_devices",
     "gpu_count",
     "hash_seed",
+    "in_stages",
     "instruction_facts",
     "intra_op_threads",
     "kept_memory",

@@ -124,28 +124,29 @@ def has_failed(device: torch.device) -> bool:
 
 
 @contextmanager
-def ignoring_failed(device: torch.device) -> Iterator[None]:
-    """Inside `with`, ignore errors of a device that has failed: whatever uses it will fail, too."""
+def ignoring_failed(*devices: torch.device) -> Iterator[None]:
+    """Inside `with`, ignore errors if one of `devices` has failed: what uses it will fail, too."""
     try:
         yield
     except RuntimeError:
-        if device.type == "cpu" or not has_failed(device):
+        if not any(one.type != "cpu" and has_failed(one) for one in devices):
             raise
 
 
 # ---- streams and events
 
 
-def open_lane(device: torch.device) -> None:
-    """Let the calling thread compute on an accelerator, in a stream of its own.
+def open_lane(*devices: torch.device) -> None:
+    """Let the calling thread compute on accelerators, on each in a stream of its own.
 
     Autograd computes backward passes in the calling thread, as on CPUs, instead of in one thread
     for each device. Each thread numbers the nodes that it makes; a backward pass through another
     one (`create_graph=True`) orders them by number. With nodes of two threads, the order of its
     sums would depend on what else each of them has computed.
     """
-    torch.accelerator.set_device_index(device.index)
-    torch.accelerator.set_stream(torch.Stream(device))
+    for device in devices:
+        torch.accelerator.set_device_index(device.index)
+        torch.accelerator.set_stream(torch.Stream(device))
     torch.autograd.set_multithreading_enabled(False)
 
 
@@ -159,6 +160,23 @@ def fence_here(device: torch.device) -> torch.Event:
 def wait_here(fence: torch.Event, device: torch.device) -> None:
     """Make the calling thread's stream on a device wait for an event, also of another device."""
     torch.accelerator.current_stream(device.index).wait_event(fence)
+
+
+def moment_here(device: torch.device) -> torch.Event:
+    """Record such an event that has a time."""
+    event = torch.Event(device, enable_timing=True)
+    event.record(torch.accelerator.current_stream(device.index))
+    return event
+
+
+def seconds_between(early: torch.Event, late: torch.Event) -> float:
+    """Return the seconds between two moments on one device, which have passed."""
+    return float(early.elapsed_time(late)) / 1e3
+
+
+def allocate_on(device: torch.device) -> None:
+    """Let the calling thread's new tensors lie on an accelerator where no number is named."""
+    torch.accelerator.set_device_index(device.index)
 
 
 def keep(tensor: torch.Tensor) -> None:

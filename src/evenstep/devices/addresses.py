@@ -122,15 +122,19 @@ def _are_alone(own: Sequence[torch.Tensor]) -> bool:
     )
 
 
-def copy_with_strides(tensor: torch.Tensor, offset: int = 0) -> torch.Tensor:
+def copy_with_strides(
+    tensor: torch.Tensor, offset: int = 0, device: torch.device | None = None
+) -> torch.Tensor:
     """Return a copy with the same strides: kernels may round by them, even where they leave gaps.
 
     Args:
         tensor: a dense tensor; an expanded one is copied as one.
         offset: the elements of its allocation before its first one.
+        device: where the copy lies; None for where the tensor lies.
     """
     source = _in_memory(tensor)
-    return _copied(tensor, source, source.new_empty(offset + _extent(source)), offset)
+    memory = source.new_empty(offset + _extent(source), device=device)
+    return _copied(tensor, source, memory, offset)
 
 
 def copy_in_page(tensor: torch.Tensor, begin: int) -> torch.Tensor:
@@ -154,7 +158,7 @@ def _copied(
 ) -> torch.Tensor:
     memory.as_strided(source.shape, source.stride(), offset).copy_(source)
     # Not a view: torch refuses to write to views that a function of autograd returns.
-    return source.new_empty(0).set_(memory.untyped_storage(), offset, tensor.shape, tensor.stride())
+    return memory.new_empty(0).set_(memory.untyped_storage(), offset, tensor.shape, tensor.stride())
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

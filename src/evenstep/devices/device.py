@@ -82,12 +82,55 @@ class Device:
         )
 
     @property
+    def parts(self) -> tuple[Device, ...]:
+        """The devices in whose memory its replica of the model lies: itself."""
+        return (self,)
+
+    @property
     def model_name(self) -> str:
         """The hardware model; results are bit-identical on devices of one model only."""
         return accelerator.model_name(self.torch_device) if self.is_accelerator else "cpu"
 
     def __str__(self) -> str:
         return self.name
+
+
+@dataclasses.dataclass(frozen=True)
+class StagedDevice(Device):
+    """An accelerator that computes one stage of the network; its replica lies on several.
+
+    Attributes:
+        stages: the device of each stage, which all are of one kind.
+    """
+
+    stages: tuple[Device, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        memories = dict.fromkeys(device.memory for device in self.stages)
+        object.__setattr__(self, "memory", "+".join(memories))
+
+    @property
+    def parts(self) -> tuple[Device, ...]:
+        """The devices in whose memory its replica of the model lies, each once."""
+        return tuple(dict.fromkeys(self.stages))
+
+
+def in_stages(devices: Sequence[Device], count: int) -> list[Device]:
+    """Return devices that compute the stages of one replica, `count` after another, in turn.
+
+    CPU devices stay as they are: they can read each other's memory.
+    """
+    if count == 1:
+        return [*devices]
+    found: list[Device] = []
+    for number, one in enumerate(devices):
+        first = number - number % count
+        stages = tuple(devices[first : first + count])
+        if one.is_accelerator:
+            one = StagedDevice(one.kind, one.index, one.own_memory, one.threads, stages)
+        found.append(one)
+    return found
 
 
 def _in_torch(value: Any) -> Any:

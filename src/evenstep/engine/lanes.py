@@ -197,7 +197,8 @@ class ThreadLanes:
         _fix_threads(device.threads)
         _fix_modes()
         if device.is_accelerator:
-            accelerator.open_lane(device.torch_device)
+            others = (part for part in device.parts if part.index != device.index)
+            accelerator.open_lane(*(one.torch_device for one in (*others, device)))
 
 
 _Outcomes: TypeAlias = "queue.SimpleQueue[BaseException | None]"

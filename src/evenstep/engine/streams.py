@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import optree
@@ -44,9 +44,23 @@ def copied_to_host(value: Any) -> Any:
     return optree.tree_map(copied, value)
 
 
+class _AllOf(NamedTuple):
+    """Events on several accelerators, on which one replica lies."""
+
+    events: Sequence[Any]
+
+    def query(self) -> bool:
+        """Return whether all have passed."""
+        return all(event.query() for event in self.events)
+
+
 def fence_here(device: Device) -> Any:
-    """Record an event behind the kernels that the calling thread has launched on a device."""
-    return accelerator.fence_here(device.torch_device)
+    """Record an event behind the kernels that the calling thread has launched on a device.
+
+    If a replica lies on several accelerators, behind those on all of them.
+    """
+    events = [accelerator.fence_here(part.torch_device) for part in device.parts]
+    return events[0] if len(events) == 1 else _AllOf(events)
 
 
 def fences_here(devices: Iterable[Device]) -> list[Any]:
@@ -55,7 +69,7 @@ def fences_here(devices: Iterable[Device]) -> list[Any]:
     for device in devices:
         if device.is_accelerator:
             with contextlib.suppress(RuntimeError):
-                fences.append(fence_here(device))
+                fences.append(accelerator.fence_here(device.torch_device))
     return fences
 
 
@@ -64,10 +78,12 @@ def wait_for(fences: Iterable[Any], device: Device) -> None:
     for fence in fences:
         if fence is None:
             continue
-        if device.is_accelerator:
-            accelerator.wait_here(fence, device.torch_device)
-        else:
+        if not device.is_accelerator:
             finish([fence])
+            continue
+        for event in fence.events if isinstance(fence, _AllOf) else (fence,):
+            for part in device.parts:
+                accelerator.wait_here(event, part.torch_device)
 
 
 def finish(fences: Iterable[Any], unless: Callable[[], bool] = lambda: False) -> bool:

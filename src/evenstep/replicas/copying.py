@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import nn
 from evenstep.devices import Device, carry
 from evenstep.devices.addresses import align, rounding
 from evenstep.errors import ContractError, ModelError, text_of
+from evenstep.private_torch.modules import own_buffers
 from evenstep.replicas.computed_before import StandIn
 
 _ORIGINALS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]]
@@ -115,6 +116,23 @@ def copy_module(module: nn.Module, parameters: dict[int, nn.Parameter]) -> nn.Mo
     _refuse_shared(module, copied)
     _ORIGINALS[copied] = weakref.ref(original_of(module))
     return copied
+
+
+def move_buffers(module: nn.Module, places: Sequence[Device]) -> None:
+    """Move the buffers of each of a module's layers to a device of its own.
+
+    Args:
+        module: the module, whose parameters lie there already.
+        places: the device of every layer, in the order of `modules()`.
+    """
+    moved: dict[int, torch.Tensor] = {}
+    for child, place in zip(module.modules(), places, strict=True):
+        for key, buffer in own_buffers(child).items():
+            if buffer is not None:
+                there = moved.get(id(buffer))
+                own_buffers(child)[key] = moved[id(buffer)] = (
+                    buffer.to(place.torch_device) if there is None else there
+                )
 
 
 def original_of(module: nn.Module) -> nn.Module:

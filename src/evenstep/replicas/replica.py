@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,11 @@ class Replica:
         module: the user's module (the home replica) or a copy of it.
         copied: the user's module if `module` is a copy of it, else None.
         rules: the rule of every buffer.
+        places: the device of every module, in the order of `modules()`, if it lies on several.
 
     Attributes:
+        module_devices: the same; all are `device` if it lies on one.
+        parameter_devices, buffer_devices: the device of each parameter, and of each buffer.
         parameters: the module's parameters in the order of `named_parameters()`, each once.
         buffer_names: the names of the buffers.
         buffers: the replica's own buffer tensors, in the order of `named_buffers()`.
@@ -44,6 +47,7 @@ class Replica:
         module: nn.Module,
         copied: nn.Module | None = None,
         rules: Sequence[str] = (),
+        places: Sequence[Device] = (),
     ) -> None:
         self.device = device
         self.module = module
@@ -51,6 +55,9 @@ class Replica:
         self.buffer_names = [name for name, _ in module.named_buffers()]
         self.buffers = list(module.buffers())
         self.rules = rules
+        self.module_devices = places or [device] * len([*module.modules()])
+        self.parameter_devices = self._devices_of(self.parameters, nn.Module.parameters)
+        self.buffer_devices = self._devices_of(self.buffers, nn.Module.buffers)
         self.opening: list[torch.Tensor] = []
         self.given: list[torch.Tensor] | None = None
         self.has_run_backward = False
@@ -62,6 +69,16 @@ class Replica:
         self.outer = frozenset(map(id, copied.parameters() if copied is not None else ()))
         self.graph_nodes = -1
         self._slots = _buffer_slots(module)
+
+    def _devices_of(
+        self, tensors: Iterable[torch.Tensor], own: Callable[..., Iterable[torch.Tensor]]
+    ) -> list[Device]:
+        """Return the device of each tensor: that of the first module with it."""
+        found: dict[int, Device] = {}
+        for module, device in zip(self.module.modules(), self.module_devices, strict=True):
+            for tensor in own(module, recurse=False):
+                found.setdefault(id(tensor), device)
+        return [found[id(tensor)] for tensor in tensors]
 
     def open_shard(self) -> None:
         """Reset every buffer to its opening value."""
@@ -76,7 +93,7 @@ class Replica:
     def take_given(self) -> None:
         """Copy the opening values to this replica's memory; called in its device's lane."""
         assert self.given is not None
-        self.opening = [carry(one, self.device) for one in self.given]
+        self.opening = [*map(carry, self.given, self.buffer_devices)]
         self.given = None
 
     def put_back_shapes(self) -> None:

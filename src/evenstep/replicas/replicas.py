@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from evenstep.devices import Device
+from evenstep.devices import Device, StagedDevice
 from evenstep.devices.accelerator import ignoring_failed
 from evenstep.devices.addresses import align, are_aligned, has_foreign_attributes, rounding
 from evenstep.errors import ContractError, InputError, ModelError, add_note
@@ -46,7 +46,7 @@ from evenstep.replicas.checks import (
     written_error,
 )
 from evenstep.replicas.computed_before import ComputedBefore
-from evenstep.replicas.copying import copy_module, copy_parameter
+from evenstep.replicas.copying import copy_module, copy_parameter, move_buffers
 from evenstep.replicas.module_sync import Difference, ModuleWatch
 from evenstep.replicas.replica import Replica, broadcast, sum_of_bits
 
@@ -66,6 +66,8 @@ class Replicas:
             the parameters. Only then are writes past torch's version counters looked for.
         per_device: the number of replicas for each device.
         buffers: rules for buffers that shards change, by their names.
+        stages_of: returns the stage of every module of a model, in the order of `modules()`, where
+            a copy lies on several accelerators.
 
     Attributes:
         home: the replica that is the user's module; the update is done there.
@@ -91,6 +93,7 @@ class Replicas:
         in_flight: bool = False,
         per_device: int = 1,
         buffers: Mapping[str, str] | None = None,
+        stages_of: Callable[[nn.Module], Sequence[int]] | None = None,
     ) -> None:
         self._model = model
         self._lanes = len(devices)
@@ -99,6 +102,7 @@ class Replicas:
         # On accelerators, the host would have to wait for the sums.
         self._sums_bits = in_flight and not devices[0].is_accelerator
         self._given_rules = buffers or {}
+        self._stages_of = stages_of
         self._lost: frozenset[int] = frozenset()
         self.were_rebuilt = False
         self._keeps_looking = False
@@ -121,7 +125,8 @@ class Replicas:
         is_aligned = self._align_home()
         self._home_computes = is_aligned and self._home_may_compute and not self.hooked
         self._rules = buffer_rules(model, self._given_rules)
-        self.home = Replica(self._devices[0], model, rules=self._rules)
+        self.home = Replica(self._devices[0].parts[0], model, rules=self._rules)
+        self._stages = self._stages_of(model) if self._stages_of is not None else ()
         self.all = [self.home] if self._home_computes else []
         if not self._stay.intersection(map(id, self.home.parameters)):
             self._owners[self.home.device.memory] = self.home
@@ -261,7 +266,8 @@ class Replicas:
         elif self._watch is not None:
             for attribute in difference.attributes:
                 for replica, modules in zip(self._others, self._modules, strict=True):
-                    self._watch.carry(attribute, modules[attribute.module], replica.device)
+                    place = replica.module_devices[attribute.module]
+                    self._watch.carry(attribute, modules[attribute.module], place)
             if self._watch.has_functions(difference):  # which may refer to the module itself
                 self.structure = [*self.structure]
             self._watch.look()
@@ -361,7 +367,7 @@ class Replicas:
         An accelerator that has failed gets none, and computes nothing with the old ones either.
         """
         for replica in self.copies:
-            with ignoring_failed(replica.device.torch_device):
+            with ignoring_failed(*(part.torch_device for part in replica.device.parts)):
                 broadcast(self.home, replica)
         self.mark_synchronised()
 
@@ -465,7 +471,7 @@ class Replicas:
         """Leave the user's module as `open_step` found it, without gradients."""
         for replica in {*self.all, self.home}:
             replica.put_back_buffers()
-            with ignoring_failed(replica.device.torch_device):
+            with ignoring_failed(*(part.torch_device for part in replica.device.parts)):
                 replica.put_back_shapes()
         is_synchronised = bool(self._synchronised) and not self._were_written
         self.restore_opening()
@@ -487,14 +493,21 @@ class Replicas:
 
     def _copied(self, source: Replica, device: Device, *, share: bool) -> Replica:
         """Return a copy of a replica on `device`, which may share the parameters' memory."""
+        places: Sequence[Device] = ()
+        if isinstance(device, StagedDevice):
+            places = [device.stages[stage] for stage in self._stages]
+        seats = Replica(device, source.module, places=places).parameter_devices
         parameters = {
-            id(parameter): copy_parameter(parameter, device, share=share)
-            for parameter in source.parameters
+            id(parameter): copy_parameter(parameter, place, share=share)
+            for parameter, place in zip(source.parameters, seats, strict=True)
         }
         module = copy_module(source.module, parameters)
-        module = module if share else module.to(device.torch_device)
+        if places and not share:
+            move_buffers(module, places)
+        elif not share:
+            module = module.to(device.torch_device)
         align(rounding(module.buffers()))
-        return Replica(device, module, copied=self._model, rules=self._rules)
+        return Replica(device, module, copied=self._model, rules=self._rules, places=places)
 
     def _sums_of_bits(self) -> torch.Tensor:
         held = (*self.home.parameters, *self.home.buffers)

@@ -264,13 +264,14 @@ def at_home(root: PartialSum, home: Replica) -> PartialSum:
 def _moved(value: PartialSum, replica: Replica) -> PartialSum:
     """Return a copy in the memory of `replica`, which the calling lane has received."""
 
-    def moved(tensors: Tensors) -> Tensors:
-        return [None if tensor is None else carry(tensor, replica.device) for tensor in tensors]
+    def moved(tensors: Tensors, devices: Sequence[Device]) -> Tensors:
+        pairs = zip(tensors, devices, strict=bool(tensors))
+        return [None if tensor is None else carry(tensor, device) for tensor, device in pairs]
 
     return dataclasses.replace(
         value,
-        gradients=moved(value.gradients),
-        buffers=moved(value.buffers),
+        gradients=moved(value.gradients, replica.parameter_devices),
+        buffers=moved(value.buffers, replica.buffer_devices),
         replica=replica,
         fence=None,
     )

@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import optree
 import torch
+from torch.overrides import TorchFunctionMode
 
 from evenstep.devices.addresses import ALIGNMENT, copy_with_strides
-from evenstep.private_torch.graph import number_of
+from evenstep.private_torch.graph import is_in_backward, number_of
 from evenstep.private_torch.tensors import version_of
 
+_CPU = torch.device("cpu")
 _CONTAINERS = (list, deque, dict, OrderedDict, defaultdict)
 
 
 class Carried:
     """The tensors of one shard that were copied into another stage's memory.
 
-    A tensor is copied once for each stage, from its copy in the stage before. So the gradients of
-    its uses are added up in the same order as those of a tensor that is never copied. What a module
-    writes into a copy is written into the tensor, too, and lists and dicts stay the same objects:
-    the code of the model may read them later.
+    Args:
+        devices: the accelerator of each stage, to which tensors of other accelerators are copied;
+            empty if the stages are CPU devices with memory of their own.
+
+    A tensor is copied once for each stage, from its copy in the stage before, and later used there
+    only. So the gradients of its uses are added up in the same order as those of a tensor that is
+    never copied. What a module writes into a copy is written into the tensor, too, and lists and
+    dicts stay the same objects: the code of the model may read them later.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, devices: Sequence[torch.device] = ()) -> None:
+        self._devices = devices
         self._copies: dict[int, _Copies] = {}  # by the `id` of the tensor and of each copy
         self._tensors: list[_Copies] = []  # the same, each once
         self._replaced: list[tuple[Any, Any, Any, Any]] = []  # container, key, tensor, copy
@@ -33,35 +43,66 @@ class Carried:
     def all(self, given: Any, stage: int) -> Any:
         """Return arguments whose tensors are all in the memory of `stage`, which begins."""
         self._stage = stage
-        return self._mapped(given, self._copied)
+        return self._mapped(given, self.here)
 
-    def late(self, given: Any, starts: Sequence[int]) -> Any:
+    def late(self, given: Any, stage: int, starts: Sequence[int]) -> Any:
         """Return arguments whose tensors from earlier stages are in the present stage's memory.
 
         Args:
             given: the arguments of a module.
+            stage: the present stage.
             starts: the sequence number of the first node of each stage after the first.
         """
+        self._stage = stage
+        if self._devices:
+            return self._mapped(given, self.here)
         if not starts:
             return given
 
         def carried(tensor: torch.Tensor) -> torch.Tensor:
             node = tensor.grad_fn
             is_earlier = node is not None and number_of(node) < starts[-1]
-            return self._copied(tensor) if is_earlier else tensor
+            return self.here(tensor) if is_earlier else tensor
 
         return self._mapped(given, carried)
+
+    def home(self, output: Any) -> Any:
+        """Return what the model has returned, in new containers, in the first stage's memory."""
+        self._stage = 0
+
+        def carried(leaf: Any) -> Any:
+            return self.here(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+        if not isinstance(output, dict) or type(output) in _CONTAINERS:
+            return optree.tree_map(carried, output)
+        again = copy.copy(output)  # of a class of its own
+        for key, value in output.items():
+            again[key] = optree.tree_map(carried, value)
+        return again
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor was copied, or is a copy."""
+        return id(tensor) in self._copies
 
     def write_back(self) -> None:
         """Write what was written into copies in this stage into the tensors that they are of."""
         for copies in self._tensors:
             copies.write_back()
 
-    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in self._copies:
-            self._copies[id(tensor)] = _Copies(tensor)
-            self._tensors.append(self._copies[id(tensor)])
-        return self._copies[id(tensor)].in_stage(self._stage, self._copies)
+    def here(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor in the memory of the present stage."""
+        return self._there(tensor, self._devices[self._stage] if self._devices else tensor.device)
+
+    def _there(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        known = self._copies.get(id(tensor))
+        if self._devices and tensor.device == _CPU:
+            return tensor
+        if known is None or known.is_outdated or known.lacks_graph:
+            if self._devices and tensor.device == device:
+                return tensor
+            known = self._copies[id(tensor)] = _Copies(tensor)
+            self._tensors.append(known)
+        return known.at(device if self._devices else self._stage, device, self._copies)
 
     def _mapped(self, given: Any, carried: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         """Replace the tensors in a nesting, in the same lists and dicts."""
@@ -82,11 +123,11 @@ class Carried:
 
     def put_back(self) -> None:
         """Put the tensors back into lists and dicts, which may belong to a module."""
-        for container, key, tensor, copy in reversed(self._replaced):
+        for container, key, tensor, other in reversed(self._replaced):
             there = container.get(key) if isinstance(container, dict) else None
             if not isinstance(container, dict) and key < len(container):
                 there = container[key]
-            if there is copy:
+            if there is other:
                 container[key] = tensor
         self._replaced.clear()
 
@@ -96,26 +137,97 @@ class _Copies:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._all = [tensor]
-        self._stage = -1  # of the last one
-        self._version = 0  # of the last one, when it was made or written back
+        self._place: object = None  # of the last one
+        self._versions = [_version(tensor)]  # when the last one was made, or written back
 
-    def in_stage(self, stage: int, known: dict[int, _Copies]) -> torch.Tensor:
-        """Return the copy in the memory of a stage; note a new one in `known`."""
-        if stage != self._stage:
-            self._all.append(_Carry.apply(self._all[-1]))  # type: ignore[no-untyped-call]
-            self._stage = stage
-            self._version = version_of(self._all[-1])
-            known[id(self._all[-1])] = self
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the tensor itself was written to, so that its copies no longer equal it."""
+        pairs = zip(self._all[:-1], self._versions, strict=False)
+        return any(_version(one) != version for one, version in pairs)
+
+    @property
+    def lacks_graph(self) -> bool:
+        """Whether the last copy was made without gradients, which are wanted now."""
+        first, last = self._all[0], self._all[-1]
+        return torch.is_grad_enabled() and first.requires_grad and not last.requires_grad
+
+    def at(self, place: object, device: torch.device, known: dict[int, _Copies]) -> torch.Tensor:
+        """Return the copy in the memory of a stage, on `device`; note a new one in `known`."""
+        if place != self._place:
+            copied: torch.Tensor = _Carry.apply(self._all[-1], device)  # type: ignore[no-untyped-call]
+            self._all.append(copied)
+            self._place = place
+            self._versions = [*map(_version, self._all)]
+            known[id(copied)] = self
         return self._all[-1]
 
     def write_back(self) -> None:
         """Write the last copy into the tensors before it, if it was written to."""
         *before, last = self._all
-        if before and version_of(last) != self._version:
-            self._version = version_of(last)
+        if before and _version(last) != self._versions[-1] and not self.is_outdated:
             with torch.no_grad():
                 for tensor in before:
                     tensor.copy_(last)
+            self._versions = [*map(_version, self._all)]
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else version_of(tensor)
+
+
+class Crossing(TorchFunctionMode):
+    """Lets torch's functions take tensors of several accelerators, where a model has stages.
+
+    Without it they would fail. What lies elsewhere is carried to where the present stage is; if the
+    function writes into its first argument, to where that lies. Lanes compute in it.
+    """
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Call a function of torch."""
+        kwargs = kwargs or {}
+        given = [*_accelerated((*args, *kwargs.values()))]
+        carried: Carried | None = getattr(SHARD_HERE, "carried", None)
+        if len({tensor.device for tensor in given}) > 1 or (
+            carried is not None and any(map(carried.knows, given)) and not is_in_backward()
+        ):
+            args, kwargs = _crossed(function, args, kwargs, carried)
+        return function(*args, **kwargs)
+
+
+SHARD_HERE = threading.local()  # .carried: the tensors of the shard that the thread computes
+
+
+def _accelerated(given: Sequence[Any]) -> Iterator[torch.Tensor]:
+    for one in given:
+        if isinstance(one, torch.Tensor):
+            if one.device.type != "cpu":
+                yield one
+        elif isinstance(one, list | tuple):
+            yield from _accelerated(one)
+
+
+def _crossed(
+    function: Any, args: Sequence[Any], kwargs: dict[str, Any], carried: Carried | None
+) -> Any:
+    """Return arguments whose tensors on accelerators all lie on one of them."""
+    name = getattr(function, "__name__", "")
+    if name in ("__get__", "to", "copy_", "type_as") or name.startswith("_foreach"):
+        return args, kwargs
+    writes = "out" in kwargs or name.endswith("_") or name.startswith(("__i", "__set"))
+    first = next(_accelerated((kwargs.get("out"), *args))).device
+
+    def there(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.device.type == "cpu":
+            return leaf
+        if carried is not None and not writes:
+            return carried.here(leaf)
+        return leaf if leaf.device == first else _Carry.apply(leaf, first)  # type: ignore[no-untyped-call]
+
+    nested: Any = (tuple(args), kwargs)
+    return optree.tree_map(there, nested)
 
 
 def is_carry(node: Any) -> bool:
@@ -127,22 +239,33 @@ class _Carry(torch.autograd.Function):
     """The tensor itself, in other memory."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+    def forward(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        return copied(tensor, device)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
         ctx.set_materialize_grads(False)
-        return copied(tensor)
+        ctx.source = inputs[0].device
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, tensor: torch.Tensor, device: torch.device) -> Any:
+        return _Carry.apply(tensor, device), in_dims[0]  # type: ignore[no-untyped-call]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         (gradient,) = gradients
-        return None if gradient is None else _Carry.apply(gradient)  # type: ignore[no-untyped-call]
+        if gradient is None:
+            return None, None
+        return _Carry.apply(gradient, ctx.source), None  # type: ignore[no-untyped-call]
 
 
-def copied(tensor: torch.Tensor) -> torch.Tensor:
+def copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a copy with the same strides and the same alignment: kernels may round by them."""
     if tensor.layout is not torch.strided:
-        return tensor.detach().clone()
-    return copy_with_strides(tensor, int(tensor.storage_offset()) % (ALIGNMENT // tensor.itemsize))
+        return tensor.detach().to(device, copy=True)
+    offset = int(tensor.storage_offset()) % (ALIGNMENT // tensor.itemsize)
+    return copy_with_strides(tensor, offset, device)
 
 
 with torch.inference_mode(False), torch.enable_grad():
-    _NODE = type(_Carry.apply(torch.ones(1, requires_grad=True)).grad_fn)  # type: ignore[no-untyped-call]
+    _NODE = type(_Carry.apply(torch.ones(1, requires_grad=True), _CPU).grad_fn)  # type: ignore[no-untyped-call]

@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from evenstep.batch import Batch, contiguous_runs
-from evenstep.devices import Device
+from evenstep.devices import Device, StagedDevice, accelerator
+from evenstep.engine.task import is_device_failure
 from evenstep.errors import DeviceLostError, add_note
 from evenstep.profiling.clock import NodeTime, ShardTime, StepClock
 from evenstep.replicas import Replica, Replicas
@@ -26,10 +27,11 @@ from evenstep.shard.partial_sum import Add, PartialSum, add
 from evenstep.stages.balance import balanced_stages, parts_of
 from evenstep.stages.check import check_graph
 from evenstep.stages.plan import StagePlan, stages_of
-from evenstep.stages.shard import StagedShard, Visit, hook_stages
+from evenstep.stages.shard import StagedShard, hook_stages
 from evenstep.stages.sums import StageBucket, StageSums
 from evenstep.stages.timing import measure_parts
-from evenstep.stages.turns import StagedShards
+from evenstep.stages.turns import FreeTurns, StagedShards, Turns
+from evenstep.stages.visits import LaunchedVisits, Visit, Visits
 from evenstep.steps.executors import IndependentExecutor, explain
 from evenstep.steps.groups.group import Group
 from evenstep.steps.reducer import LocalReducer, sparse_parameters
@@ -81,7 +83,8 @@ class StagedExecutor(IndependentExecutor):
     The devices r S to r S + S − 1 have the stages 0 to S − 1 of replica r. Each of their S threads
     computes one shard after another, with a copy of the module's layers; it computes only while it
     is the shard's turn on the stage's device (`stages/turns.py`). So at most S shards of a replica
-    are under way.
+    are under way. On accelerators, whose kernels run later, no thread waits for a turn: each has
+    streams of its own on all devices of the replica.
 
     Args:
         given: the arguments of `IndependentExecutor`.
@@ -97,6 +100,8 @@ class StagedExecutor(IndependentExecutor):
     def __init__(self, *given: Any, stages: StagePlan) -> None:
         super().__init__(*given)
         self.stages = stages
+        count = stages.count
+        self._place = [self._place[lane - lane % count] for lane in range(len(self._place))]
         self._now: list[StagedShard | None] = [None] * len(self.engine.devices)  # by lane
         self._stuck: dict[int, tuple[int, str]] = {}  # by lane: the stage, and what stood still
         self._hooked: list[Replica] = []
@@ -107,7 +112,7 @@ class StagedExecutor(IndependentExecutor):
     def join(self, group: Group) -> None:
         """Compute steps with the processes of a group; alone, sum gradients stage by stage."""
         super().join(group)
-        if group.is_alone:
+        if group.is_alone and not self.replicas.home.device.is_accelerator:
             self.reducer = StagedReducer(self.replicas, lambda: self.stages)
 
     @property
@@ -142,7 +147,9 @@ class StagedExecutor(IndependentExecutor):
         runs = contiguous_runs(attempt.cut.part.run, [1.0] * replicas)
         attempt.work.one_lane = False
         attempt.work.runs = [run if not stage else [] for run in runs for stage in range(count)]
-        attempt.work.turns = StagedShards(count, runs)
+        launches = self.engine.devices[0].is_accelerator
+        make_turns = FreeTurns if launches else functools.partial(Turns, count)
+        attempt.work.turns = StagedShards(runs, make_turns)
 
     def _assign_evaluation(self, attempt: Attempt) -> None:
         self.assign(attempt)
@@ -152,11 +159,12 @@ class StagedExecutor(IndependentExecutor):
         shards = {lane: shard for lane in alive if (shard := self._now[lane]) is not None}
         working_s = {lane: shard.working_s for lane, shard in shards.items()}
         limit_s = self.pace.limit_s(after_s)
-        if all(working_s.get(lane) for lane in alive):
+        waits_for_turns = not self.engine.devices[0].is_accelerator
+        if waits_for_turns and all(working_s.get(lane) for lane in alive):
             return []
         stuck = [lane for lane, own_s in working_s.items() if own_s > limit_s]
         for lane in stuck:
-            shard, stage = shards[lane], shards[lane].place.stage
+            shard, stage = shards[lane], shards[lane].unfinished.stage
             story = f"shard {shard.number} stood still on {self._device(lane, stage)}"
             self._stuck[lane] = stage, f"{story}, {shard.whereabouts}"
             _shards_of(attempt).stop()  # others may wait for its turn to end
@@ -166,7 +174,8 @@ class StagedExecutor(IndependentExecutor):
         """Note in which stage a shard stood still."""
         if isinstance(error, DeviceLostError):
             for _, story in self._stuck.values():
-                add_note(error, story)
+                if story:
+                    add_note(error, story)
 
     def _hook(self) -> None:
         """Have the modules of all replicas change the stage, after they were made (again)."""
@@ -180,7 +189,10 @@ class StagedExecutor(IndependentExecutor):
             replica = self._replica(lane)
             self._lane_of[replica.module] = lane
             shard_now = functools.partial(self._now.__getitem__, lane)
-            self._hooks += hook_stages(replica, self.stages, shard_now)
+            make_other = None
+            if isinstance(replica.device, StagedDevice):
+                make_other = functools.partial(self._shard, lane, -1, FreeTurns(), _ignore)
+            self._hooks += hook_stages(replica, self.stages, shard_now, make_other)
         self._hooked = self.replicas.all
         self.engine.trace.facts["stages"] = {**self.stages.first}
 
@@ -293,6 +305,8 @@ class StagedExecutor(IndependentExecutor):
         except BaseException as error:
             attempt.drop()
             device = self._device(lane, shard.place.stage)
+            if is_device_failure(error):
+                device = self._failed(lane) or device
             explain(error, attempt, number, replica, device)
             add_note(error, shard.whereabouts)
             raise
@@ -305,17 +319,31 @@ class StagedExecutor(IndependentExecutor):
         first = lane - lane % count
 
         def note(visit: Visit) -> None:
-            shard, (stage, backward), began_s, ended_s = visit
-            times.append(ShardTime(first + stage, shard, False, began_s, ended_s, stage, backward))
+            (stage, backward), began_s, ended_s = visit
+            times.append(ShardTime(first + stage, number, False, began_s, ended_s, stage, backward))
 
-        shard = StagedShard(
-            number,
-            _shards_of(attempt).turns[lane // count],
-            note,
-            own_memory=self._device(lane, 0).own_memory,
-        )
+        shard = self._shard(lane, number, _shards_of(attempt).turns[lane // count], note)
         self._now[lane] = shard
         return shard
+
+    def _shard(
+        self, lane: int, number: int, turns: Turns, note: Callable[[Visit], object]
+    ) -> StagedShard:
+        device = self._device(lane, 0)
+        if not isinstance(device, StagedDevice):
+            return StagedShard(number, turns, Visits(note), own_memory=device.own_memory)
+        devices = [one.torch_device for one in device.stages]
+        visits = LaunchedVisits(note, devices)
+        return StagedShard(number, turns, visits, devices=devices, own_memory=True, returns=True)
+
+    def _failed(self, lane: int) -> Device | None:
+        """Return the device of a replica that refuses every call; note its stage."""
+        for stage in range(self.stages.count):
+            device = self._device(lane, stage)
+            if device.is_accelerator and accelerator.has_failed(device.torch_device):
+                self._stuck[lane] = stage, ""
+                return device
+        return None
 
     def _device(self, lane: int, stage: int) -> Device:
         return self.engine.devices[lane - lane % self.stages.count + stage]
@@ -328,7 +356,8 @@ class StagedExecutor(IndependentExecutor):
         lane = self._lane_of[model]
         replica, shard, total = self._replica(lane), self._now[lane], loss[0]
         if shard is not None and total.requires_grad:
-            if self._checked.get(lane) is not objective:
+            may_check = not isinstance(replica.device, StagedDevice)  # there, torch refuses itself
+            if may_check and self._checked.get(lane) is not objective:
                 check_graph(shard, total, replica, self.stages)
                 self._checked[lane] = objective
             shard.forward_ends(total)
@@ -343,6 +372,10 @@ class StagedExecutor(IndependentExecutor):
             lane += shard.place.stage - lane % self.stages.count
         clock.nodes.append(NodeTime(lane, lo, hi, began_s, time.perf_counter()))
         return node
+
+
+def _ignore(visit: Visit) -> None:
+    """Take a visit outside of steps down nowhere."""
 
 
 def _shards_of(attempt: Attempt) -> StagedShards:

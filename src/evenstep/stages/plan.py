@@ -54,6 +54,11 @@ class StagePlan:
         }
         return lies_in == {self.of_module.get(name)}
 
+    def of_modules(self, model: nn.Module) -> list[int]:
+        """Return the stage of each of a model's modules, in their order; 0 before the first."""
+        of_module = self.again(model).of_module
+        return [of_module.get(name, 0) for name, _ in model.named_modules()]
+
     def again(self, model: nn.Module) -> StagePlan:
         """Return the stages with the same names of a model whose layers were changed.
 
@@ -137,6 +142,10 @@ def _check_devices(count: int, devices: Sequence[Device]) -> None:
         raise InputError(
             f"got Stages(...) and {', '.join(map(str, devices))}: give devices with one number of "
             f"threads that all share memory, or that all have memory of their own"
+        )
+    if len({device.kind for device in devices}) > 1:
+        raise InputError(
+            f"got Stages(...) and {', '.join(map(str, devices))}: give devices of one kind"
         )
 
 

@@ -11,37 +11,23 @@ from __future__ import annotations
 
 import bisect
 import functools
-import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import optree
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from evenstep.devices import accelerator
 from evenstep.devices.forward_mode import refuse_inside_a_level
 from evenstep.errors import ContractError
 from evenstep.private_torch.graph import is_in_backward, next_number, number_of
 from evenstep.replicas import Replica
-from evenstep.stages.carried import Carried
+from evenstep.stages.carried import SHARD_HERE, Carried
 from evenstep.stages.plan import StagePlan
 from evenstep.stages.turns import Place, Turns
-
-
-class Visit(NamedTuple):
-    """A stretch of time in which a stage's device computed a shard.
-
-    Attributes:
-        shard: the shard's number.
-        place: the stage, and whether it was the backward pass.
-        began_s, ended_s: times of `time.perf_counter`.
-    """
-
-    shard: int
-    place: Place
-    began_s: float
-    ended_s: float
+from evenstep.stages.visits import Visits
 
 
 class StagedShard:
@@ -50,7 +36,8 @@ class StagedShard:
     Args:
         number: the shard's number.
         turns: the turns of the replica's shards.
-        note: called with every visit, at its end.
+        visits: takes down when it was in which stage.
+        devices: the accelerator of each stage; empty on CPUs.
         own_memory: whether each stage's device has memory of its own.
         returns: whether it may go back to an earlier stage in a forward pass with gradients.
 
@@ -64,8 +51,9 @@ class StagedShard:
         self,
         number: int,
         turns: Turns,
-        note: Callable[[Visit], object],
+        visits: Visits,
         *,
+        devices: Sequence[torch.device] = (),
         own_memory: bool,
         returns: bool = False,
     ) -> None:
@@ -73,20 +61,24 @@ class StagedShard:
         self.place = Place(0, backward=False)
         self.module = ""
         self._turns = turns
-        self._note = note
+        self._visits = visits
+        self._devices = devices
         self._returns = returns
-        self._carried = Carried() if own_memory else None
+        self._carried = SHARD_HERE.carried = Carried(devices) if own_memory else None
         self._starts: list[int] = []  # the first node of each stage after the first one, by its
         self._stages = [0]  # sequence number, and the stages
         self._has_graph = False  # of several stages
         self._last: Any = None  # the node of the last module's output
-        self._began_s: float | None = None  # when its turn began; None while it waits for one
 
     @property
     def working_s(self) -> float:
         """The seconds since its turn began; 0 while it waits for one."""
-        began_s = self._began_s
-        return 0.0 if began_s is None else time.perf_counter() - began_s
+        return self._visits.working_s
+
+    @property
+    def unfinished(self) -> Place:
+        """Where it is computed: on an accelerator, behind the place where its code is."""
+        return self._visits.unfinished(self.place)
 
     @property
     def whereabouts(self) -> str:
@@ -97,14 +89,15 @@ class StagedShard:
     def begin(self) -> None:
         """Wait for the first turn."""
         self._turns.move(self.number, None, self.place, holds=True)
-        self._began_s = time.perf_counter()
+        self._arrive()
 
     def end(self) -> None:
         """End the last turn."""
         if self._carried is not None:
             self._carried.put_back()
-        self._last = self._carried = None
-        self._note_visit()
+        self._last = self._carried = SHARD_HERE.carried = None
+        self._visits.end(self.place)
+        self._visits.close()
         self._turns.end(self.number)
 
     # ---- called by hooks
@@ -118,7 +111,9 @@ class StagedShard:
         """
         self.module = name
         if stage == self.place.stage:
-            return given if self._carried is None else self._carried.late(given, self._starts)
+            return (
+                given if self._carried is None else self._carried.late(given, stage, self._starts)
+            )
         if is_in_backward():  # recomputed, for torch.utils.checkpoint
             self._move(Place(stage, backward=True), holds=True)
         else:
@@ -137,6 +132,13 @@ class StagedShard:
         if self._carried is not None:
             self._carried.write_back()
         self._last = output.grad_fn if isinstance(output, torch.Tensor) else None
+
+    def returned(self, output: Any) -> Any:
+        """Return what the model has returned, where its batch lies: on the first accelerator."""
+        if self._carried is None or not self._devices:
+            return output
+        accelerator.allocate_on(self._devices[0])
+        return self._carried.home(output)
 
     def forward_ends(self, total: torch.Tensor) -> None:
         """Make the backward pass of a loss begin in the stage in which the forward pass ended."""
@@ -168,20 +170,23 @@ class StagedShard:
     def _move(self, after: Place, *, holds: bool) -> None:
         """Go to another stage, or to the backward pass on the same one."""
         refuse_inside_a_level("modules of several stages")
-        self._note_visit()
+        self._visits.end(self.place)
         before, self.place = self.place, after
         if before.stage != after.stage:
             self._turns.move(self.number, before, after, holds=holds)
-        self._began_s = time.perf_counter()
+        self._arrive()
 
-    def _note_visit(self) -> None:
-        if self._began_s is not None:
-            self._note(Visit(self.number, self.place, self._began_s, time.perf_counter()))
-            self._began_s = None
+    def _arrive(self) -> None:
+        if self._devices and not is_in_backward():  # there, autograd sets the device
+            accelerator.allocate_on(self._devices[self.place.stage])
+        self._visits.begin(self.place)
 
 
 def hook_stages(
-    replica: Replica, stages: StagePlan, shard_now: Callable[[], StagedShard | None]
+    replica: Replica,
+    stages: StagePlan,
+    shard_now: Callable[[], StagedShard | None],
+    make_other: Callable[[], StagedShard] | None = None,
 ) -> list[RemovableHandle]:
     """Hook the modules of a replica, so that its shard changes the stage where they are called.
 
@@ -189,26 +194,45 @@ def hook_stages(
         replica: a copy of the user's module, which nothing else calls.
         stages: the stages.
         shard_now: returns the shard that is computed on this replica; None outside of steps.
+        make_other: where a replica lies on several accelerators, makes what stands for a shard in
+            calls outside of steps (the contract's checks).
 
     Returns:
         What removes the hooks.
     """
+    others: list[StagedShard] = []  # at most one
+
+    def shard_here(name: str) -> StagedShard | None:
+        shard = shard_now()
+        if shard is None and make_other is not None:
+            if not name or not others:
+                others[:] = [make_other()]
+            shard = others[0]
+        return shard
 
     def before(stage: int, name: str, _: nn.Module, args: Any, options: Any) -> Any:
-        shard = shard_now()
+        shard = shard_here(name)
         return None if shard is None else shard.enter(stage, name, (args, options))
 
-    def after(_: nn.Module, args: Any, output: Any) -> None:
-        shard = shard_now()
-        if shard is not None:
-            shard.left(output)
+    def after(name: str, _: nn.Module, args: Any, output: Any) -> Any:
+        shard = shard_now() or next(iter(others), None)
+        if shard is None:
+            return None
+        shard.left(output)
+        if name:
+            return None
+        output = shard.returned(output)
+        if others:
+            others.pop().end()
+        return output
 
     hooks = []
     for name, module in replica.module.named_modules():
-        if name in stages.first or stages.has_whole(name, module):
-            enter = functools.partial(before, stages.of_module[name], name)
+        is_divided_model = make_other is not None and not name
+        if is_divided_model or name in stages.first or stages.has_whole(name, module):
+            enter = functools.partial(before, stages.of_module.get(name, 0), name)
             hooks.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
-            hooks.append(module.register_forward_hook(after))
+            hooks.append(module.register_forward_hook(functools.partial(after, name)))
     return hooks
 
 

@@ -15,8 +15,9 @@ from evenstep.shard.forward_backward import ShardWork, compute_shard
 from evenstep.shard.loss import ShardLoss, ShardObjective
 from evenstep.shard.partial_sum import add
 from evenstep.stages.plan import StagePlan
-from evenstep.stages.shard import StagedShard, Visit, hook_stages
+from evenstep.stages.shard import StagedShard, hook_stages
 from evenstep.stages.turns import Turns
+from evenstep.stages.visits import Visit, Visits
 
 _TIMES = 3  # the shard is computed so often; the shortest time counts
 
@@ -49,7 +50,9 @@ def measure_parts(
         for _ in range(_TIMES):
             visits: list[Visit] = []
             turns = Turns(parts.count)
-            shard = StagedShard(work.shard, turns, visits.append, own_memory=False, returns=True)
+            shard = StagedShard(
+                work.shard, turns, Visits(visits.append), own_memory=False, returns=True
+            )
             with kept(replica):
                 shard.begin()
                 compute_shard(

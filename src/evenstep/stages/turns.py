@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from evenstep.shard.lockstep import StoppedError
@@ -134,16 +134,38 @@ class Turns:
             _open(self._gates[shard])
 
 
+class FreeTurns(Turns):
+    """Lets every shard go on at once: on accelerators, code launches kernels and waits for none.
+
+    Each shard has streams of its own, so the devices order the kernels of several shards.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def move(self, shard: int, before: Place | None, after: Place, *, holds: bool) -> None:
+        """Go on.
+
+        Raises:
+            StoppedError: the step was stopped.
+        """
+        if self._stopped:
+            raise StoppedError
+
+    def end(self, shard: int) -> None:
+        """Do nothing."""
+
+
 class StagedShards:
     """The shards of one attempt at a step: those that no thread has begun, and the others' turns.
 
     Args:
-        stages: S, the number of stages.
         runs: for each replica, the shards that it computes, in order.
+        make_turns: makes the turns of a replica's shards.
     """
 
-    def __init__(self, stages: int, runs: Sequence[Sequence[int]]) -> None:
-        self.turns = [Turns(stages) for _ in runs]
+    def __init__(self, runs: Sequence[Sequence[int]], make_turns: Callable[[], Turns]) -> None:
+        self.turns = [make_turns() for _ in runs]
         self._runs = [deque(run) for run in runs]
         self._stopped = False
 

@@ -12,9 +12,11 @@ from torch import nn
 
 from evenstep.arithmetic import within
 from evenstep.callbacks import Callback
+from evenstep.devices import StagedDevice
 from evenstep.engine import Engine
 from evenstep.profiling.clock import Timekeeper
 from evenstep.replicas import OptimizerProxy, Replicas
+from evenstep.stages.carried import Crossing
 from evenstep.stages.executor import StagedExecutor
 from evenstep.stages.plan import StagePlan
 from evenstep.steps.executors import IndependentExecutor, LockstepExecutor, SlicedExecutor
@@ -33,7 +35,7 @@ from evenstep.steps.update import Hook, Update
 from evenstep.training.evaluation.other_model import OtherValues
 from evenstep.training.reporting import Reporter, Take
 from evenstep.training.setup.arguments import Chosen
-from evenstep.training.setup.combinations import holders, shards_at_once
+from evenstep.training.setup.combinations import holders, lane_devices, shards_at_once
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,8 +92,10 @@ def choose_parts(
         stages: the stages of the network; None where each device computes all of it.
     """
     experiment, devices, layout = chosen.experiment, chosen.devices, chosen.layout
-    arithmetic = within(experiment.arithmetic)
-    engine, progress = Engine(devices, lanes=layout.lanes, within=arithmetic), Progress()
+    lanes = lane_devices(chosen, stages)
+    mode = Crossing if isinstance(lanes[0], StagedDevice) else within(experiment.arithmetic)
+    engine = Engine(lanes, lanes=layout.lanes, within=mode)
+    progress = Progress()
     names = [device.name for device in devices]
     timekeeper = Timekeeper(engine.trace, names)
     replicas = Replicas(
@@ -101,6 +105,7 @@ def choose_parts(
         in_flight=chosen.overlaps,
         per_device=stages.count if stages else shards_at_once(chosen),
         buffers=experiment.buffers,
+        stages_of=stages.of_modules if stages else None,
     )
     make_executor: Callable[..., IndependentExecutor]
     make_executor = LockstepExecutor if chosen.is_lockstep else IndependentExecutor
