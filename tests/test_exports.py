@@ -70,8 +70,8 @@ _EXPORTS = {
     "evenstep.data": "Cursor GeneratorStates Loader digits epoch_order fashion_mnist",
     "evenstep.data.adapters": "",
     "evenstep.devices": """
-        Device Devices arithmetic_facts as_device carry cgroup_quota_cores
-        deterministic_kernels find_devices gpu_count hash_seed instruction_facts
+        Device Devices StagedDevice arithmetic_facts as_device carry cgroup_quota_cores
+        deterministic_kernels find_devices gpu_count hash_seed in_stages instruction_facts
         intra_op_threads kept_memory known_results layout_notes parse_device process_wide
         rounding_notes short_switch_interval torch_settings try_all_gpus try_gpu
         usable_cores

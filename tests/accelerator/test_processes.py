@@ -26,6 +26,8 @@ def train():
         (2, "lazy", "emu:0,emu:1", "nothing", 1),
         (2, "thread", "cpu:0,emu:1", "nothing", 1),
         (2, "lazy", "emu:0,emu:1", "owners", 2),
+        (2, "random", "emu:0,emu:1", "stages", 1),
+        (2, "lazy", "emu:1,emu:0", "stages,owners", 2),
         pytest.param(2, "random", "emu:0", "owners", 1, marks=pytest.mark.slow),
         pytest.param(3, "thread", "emu:2,emu:0", "owners", 1, marks=pytest.mark.slow),
         pytest.param(3, "random", "emu:2", "nothing", 2, marks=pytest.mark.slow),

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import evenstep
-from evenstep.stages import shard as shard_module
+from evenstep.stages import visits
 from grouping import grouped
 from reference import assert_same_bits
 from trainers import open_trainer, sgd, state_of
@@ -51,7 +51,7 @@ def costs(monkeypatch):
     """Measure times by the clock; return the costs, to be changed."""
     CLOCK.cost_s = {}
     read = types.SimpleNamespace(perf_counter=lambda: CLOCK.now_s)
-    monkeypatch.setattr(shard_module, "time", read)
+    monkeypatch.setattr(visits, "time", read)
     return CLOCK.cost_s
 
 

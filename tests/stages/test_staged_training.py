@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import evenstep
+from crossing_models import Checkpointed, Fanned, Passing, Skips, Taught
 from evenstep.engine import InlineLanes
 from evenstep.metrics import accuracy
 from evenstep.models.gpt import gpt
@@ -20,101 +20,6 @@ from trainers import open_trainer, sgd, train
 from zoo import CLASSES, ZOO, build, make_batches
 
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)
-
-
-class Skips(nn.Module):
-    """A tensor that is used before the cut, after it, and by two modules there; dropout."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.stem = nn.Linear(36, 12)
-        self.early = nn.Linear(12, 12)
-        self.late = nn.Linear(12, 12)
-        self.later = nn.Linear(12, 12)
-        self.drop = nn.Dropout(0.3)
-        self.head = nn.Linear(12, CLASSES)
-
-    def forward(self, x):
-        x = self.stem(x.flatten(1)).tanh()
-        y = self.drop(x + self.early(x))
-        z = self.late(y) * self.later(y).sigmoid() + x  # x is not passed to a module
-        return self.head(self.drop(z) + y)
-
-
-class Passing(nn.Module):
-    """Passes every module a list that it appends to, and a tensor that it writes to."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.stem, self.late = nn.Linear(36, 12), Writing()
-        self.head = nn.Linear(12, CLASSES)
-
-    def forward(self, x):
-        x = self.stem(x.flatten(1)).tanh()
-        found, scale = [x], torch.ones(12)
-        x = self.late(x, {"found": found}, scale=scale)
-        return self.head((x + sum(found)) * scale)
-
-
-class Writing(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(12, 12)
-
-    def forward(self, x, kept, scale):
-        x = self.layer(x)
-        kept["found"].append(x.sin())
-        scale.mul_(0.5)
-        return x
-
-
-class Gated(nn.Module):
-    """Uses its input more than once."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(12, 12)
-
-    def forward(self, x):
-        return self.layer(x) * x + x.sigmoid()
-
-
-class Fanned(nn.Module):
-    """A tensor that several modules of both later stages get, which each use it more than once."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.stem = nn.Linear(36, 12)
-        self.one, self.two, self.three, self.four = (Gated() for _ in range(4))
-        self.head = nn.Linear(12, CLASSES)
-
-    def forward(self, x):
-        x = self.stem(x.flatten(1)).tanh()
-        y = self.one(x) + self.two(x)
-        return self.head(self.four(self.three(y)) * self.four(self.three(x)))
-
-
-class Checkpointed(nn.Module):
-    """Layers that are recomputed, with dropout; one region reaches over a cut."""
-
-    def __init__(self, *, reentrant):
-        super().__init__()
-        torch.manual_seed(0)
-        self.reentrant = reentrant
-        self.one, self.two, self.three = nn.Linear(36, 9), nn.Linear(9, 9), nn.Linear(9, 9)
-        self.drop = nn.Dropout(0.3)
-        self.head = nn.Linear(9, CLASSES)
-
-    def forward(self, x):
-        hidden = self.one(x.flatten(1))
-        hidden = checkpoint(self.block, hidden, use_reentrant=self.reentrant)
-        return self.head(hidden)
-
-    def block(self, x):
-        return self.three(self.drop(self.two(x).tanh())).tanh()
 
 
 class Blocks(nn.Module):
@@ -150,6 +55,7 @@ MODELS = {
     "skips": Skips,
     "fanned": Fanned,
     "passing": Passing,
+    "taught": Taught,
     "blocks": Blocks,
     "recomputed": functools.partial(Checkpointed, reentrant=False),
     "recomputed within": functools.partial(Checkpointed, reentrant=True),
@@ -167,6 +73,7 @@ CUTS = {
     "branching": [{"low": 0, "high": 1}],
     "mixed_dtypes": [{"coarse": 0, "fine": 1}],
     "skips": [{"stem": 0, "late": 1}, {"stem": 0, "early": 1, "later": 2}],
+    "taught": [{"stem": 0, "late": 1}],
     "blocks": [{"stem": 0, "blocks.2": 1}, {"stem": 0, "blocks.0": 1, "blocks.1.1": 2}],
     "recomputed": [{"one": 0, "two": 1}, {"one": 0, "three": 1}],
     "recomputed within": [{"one": 0, "two": 1}, {"one": 0, "three": 1}],

@@ -1,5 +1,6 @@
 """The turns of shards on the stages of a network: the order, without threads, and the waiting."""
 
+import functools
 import heapq
 import random
 import threading
@@ -152,7 +153,7 @@ def test_nobody_waits_in_a_step_that_was_stopped(stops_first):
 
 
 def test_each_replica_has_its_own_run_of_shards():
-    shards = StagedShards(2, [[0, 1, 2], [3]])
+    shards = StagedShards([[0, 1, 2], [3]], functools.partial(Turns, 2))
     assert [shards.next(1), shards.next(1), shards.next(0)] == [3, None, 0]
     shards.stop()
     assert shards.next(0) is None

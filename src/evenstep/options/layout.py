@@ -20,7 +20,8 @@ class Stages:
     """The network divided among devices, each with one stage of it (a pipeline).
 
     With S stages, the devices r S to r S + S - 1 compute with one replica of the model. The shards
-    are the micro-batches. Devices must be CPUs.
+    are the micro-batches. Devices must be of one kind. On accelerators, the first one also holds
+    the whole model.
 
     Attributes:
         names: the stage of each module that begins one, by the module's name, as in `{"features":
@@ -41,7 +42,7 @@ class Stages:
 class Slices:
     """Each shard divided among devices, which compute the slices of its `evenstep.nn` layers.
 
-    Devices must be CPUs; one with memory of its own holds its slices of the weights only.
+    A device with memory of its own holds its slices of the weights only.
     """
 
 

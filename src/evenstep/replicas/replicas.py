@@ -81,6 +81,7 @@ class Replicas:
         forward_writes: whether shards may change attributes of the user's module.
         held_elsewhere: the names of the parameters and buffers that don't begin at multiples of 64
             bytes, in memory that something else may hold. Then all devices compute on copies.
+        on_build: called when all replicas were made again.
         were_rebuilt: whether `refresh` has made all replicas again since this was last reset.
     """
 
@@ -106,6 +107,7 @@ class Replicas:
         self._lost: frozenset[int] = frozenset()
         self.were_rebuilt = False
         self._keeps_looking = False
+        self.on_build: Callable[[], object] = _nothing
         self._build()
         self.forward_writes = self._home_computes and self._watch is not None
 
@@ -150,6 +152,7 @@ class Replicas:
         self._modules = [list(replica.module.modules()) for replica in self._others]
         self._find_copies()
         self._home_modules = list(model.modules())
+        self.on_build()  # refused, it is asked again
         self.structure = _structure(self._home_modules, self.home.parameters)
         self._forms = forms_of(self.home.parameters)
         self._watch = (
@@ -517,6 +520,10 @@ class Replicas:
     def _home_versions(self) -> list[tuple[int, int]]:
         buffers = () if self._home_computes else self.home.buffers
         return [(version_of(one), one.data_ptr()) for one in (*self.home.parameters, *buffers)]
+
+
+def _nothing() -> None:
+    """Stand for what nobody has asked to be called."""
 
 
 def forms_of(parameters: Iterable[torch.Tensor]) -> list[object]:

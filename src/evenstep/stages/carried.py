@@ -259,10 +259,10 @@ class _Carry(torch.autograd.Function):
         return _Carry.apply(gradient, ctx.source), None  # type: ignore[no-untyped-call]
 
 
-def copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def copied(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
     """Return a copy with the same strides and the same alignment: kernels may round by them."""
     if tensor.layout is not torch.strided:
-        return tensor.detach().to(device, copy=True)
+        return tensor.detach().to(device or tensor.device, copy=True)
     offset = int(tensor.storage_offset()) % (ALIGNMENT // tensor.itemsize)
     return copy_with_strides(tensor, offset, device)
 

@@ -104,10 +104,11 @@ class StagedExecutor(IndependentExecutor):
         self._place = [self._place[lane - lane % count] for lane in range(len(self._place))]
         self._now: list[StagedShard | None] = [None] * len(self.engine.devices)  # by lane
         self._stuck: dict[int, tuple[int, str]] = {}  # by lane: the stage, and what stood still
-        self._hooked: list[Replica] = []
         self._hooks: list[RemovableHandle] = []
         self._lane_of: dict[nn.Module, int] = {}
         self._checked: dict[int, ShardObjective] = {}  # by lane, with its replica of now
+        self.replicas.on_build = self._hook
+        self._hook()
 
     def join(self, group: Group) -> None:
         """Compute steps with the processes of a group; alone, sum gradients stage by stage."""
@@ -126,7 +127,6 @@ class StagedExecutor(IndependentExecutor):
         """Prepare the current attempt at a step; before the first one, measure stages."""
         if self.stages.await_times:
             self._choose_by_time(step)
-        self._hook()
         super().open(step)
         attempt = step.attempt
         watched = functools.partial(self._objective, step.objective)
@@ -142,7 +142,6 @@ class StagedExecutor(IndependentExecutor):
                 f"{self._device(lane, stage)} was lost, and with it stage {stage} of the network: "
                 f"save, and resume with Trainer.load on other devices, or without stages"
             )
-        self._hook()
         replicas = len(self.engine.devices) // count
         runs = contiguous_runs(attempt.cut.part.run, [1.0] * replicas)
         attempt.work.one_lane = False
@@ -166,7 +165,8 @@ class StagedExecutor(IndependentExecutor):
         for lane in stuck:
             shard, stage = shards[lane], shards[lane].unfinished.stage
             story = f"shard {shard.number} stood still on {self._device(lane, stage)}"
-            self._stuck[lane] = stage, f"{story}, {shard.whereabouts}"
+            where = shard.whereabouts if waits_for_turns else f"in stage {stage}"
+            self._stuck[lane] = stage, f"{story}, {where}"
             _shards_of(attempt).stop()  # others may wait for its turn to end
         return stuck
 
@@ -179,8 +179,6 @@ class StagedExecutor(IndependentExecutor):
 
     def _hook(self) -> None:
         """Have the modules of all replicas change the stage, after they were made (again)."""
-        if self._hooked is self.replicas.all:
-            return
         for hook in self._hooks:
             hook.remove()
         self.stages = self.stages.again(self.replicas.home.module)
@@ -193,7 +191,6 @@ class StagedExecutor(IndependentExecutor):
             if isinstance(replica.device, StagedDevice):
                 make_other = functools.partial(self._shard, lane, -1, FreeTurns(), _ignore)
             self._hooks += hook_stages(replica, self.stages, shard_now, make_other)
-        self._hooked = self.replicas.all
         self.engine.trace.facts["stages"] = {**self.stages.first}
 
     def _replica(self, lane: int) -> Replica:
@@ -237,7 +234,7 @@ class StagedExecutor(IndependentExecutor):
         model = self.replicas.home.module
         self.stages = stages_of(model, cut_by_time, self.stages.count)
         self.cut_by_time = self.stages.first
-        self._hooked = []
+        self._hook()
 
     def _measured(self, step: Step, shard: int, parts: StagePlan) -> list[float]:
         """Return the seconds of each part of the network, measured in the first device's lane."""

@@ -89,6 +89,11 @@ def find_stages(given: StageNames, model: nn.Module, devices: Sequence[Device]) 
     if isinstance(given, str):
         count, by_time = _balanced_count(given, len(devices))
         _check_devices(count, devices)
+        if by_time and devices[0].is_accelerator:
+            raise InputError(
+                f"got Stages({given!r}) and {devices[0]}, but the times of a network's parts are "
+                f'measured on CPUs: use "balanced", or name the modules that begin a stage'
+            )
         stages = stages_of(model, balanced_stages(parts_of(model), count), count)
         return dataclasses.replace(stages, await_times=by_time and count > 1)
     count = _checked_count(given)

@@ -94,14 +94,19 @@ class LaunchedVisits(Visits):
             self._began = None
 
     def close(self) -> None:
-        """Note all visits, if their kernels have run."""
+        """Note all visits whose kernels have run. The event behind the last one may be yet to."""
         opened_s, self._began_s = self._began_s, None
-        if opened_s is None or self.unfinished(Place(-1, backward=True)).stage >= 0:
+        if opened_s is None:
             return
-        for place, began, ended in self._moments:
-            opening, seconds = self._opening[place.stage], accelerator.seconds_between
-            times = opened_s + seconds(opening, began), opened_s + seconds(opening, ended)
-            self._note(Visit(place, *times))
+        with contextlib.suppress(RuntimeError):  # of a device that has failed
+            for place, began, ended in self._moments:
+                opening = self._opening[place.stage]
+                if began.query():
+                    began_s = opened_s + accelerator.seconds_between(opening, began)
+                    ended_s = time.perf_counter()
+                    if ended.query():
+                        ended_s = opened_s + accelerator.seconds_between(opening, ended)
+                    self._note(Visit(place, began_s, ended_s))
 
     def unfinished(self, now: Place) -> Place:
         """Return the place of the first visit whose kernels haven't run; `now` if all have."""

@@ -9,7 +9,6 @@ from torch import nn
 from evenstep.devices import Device, in_stages
 from evenstep.errors import InputError
 from evenstep.nn import sliced_layers
-from evenstep.options import Layout
 from evenstep.stages.plan import StagePlan, find_stages
 from evenstep.steps.executors import lockstep_option
 from evenstep.training.setup.arguments import Chosen
@@ -19,7 +18,6 @@ _MOST_SIDE_BY_SIDE = 1_024  # shards, each with a thread and a replica
 _COMPILED = "shards that wait for each other, or pass between devices, can't be compiled"
 _DIVIDED = "devices compute whole shards, the slices of one shard, or a stage each"
 _AT_ONCE = "shards that are all under way at once can't share their devices in turn"
-_BY_TIME = "the times of a network's parts are measured on CPUs"
 _APART = "processes don't wait for each other's shards"
 _FLOAT32 = "portable arithmetic has kernels for float32 on CPUs"
 _ONE_PROCESS = "start one process, which uses all devices of this machine, or leave it out"
@@ -32,7 +30,6 @@ APART: Mapping[tuple[str, str], tuple[str, str]] = {
     ("Stages", "lockstep"): (_AT_ONCE, ""),
     ("Slices", "lockstep"): (_AT_ONCE, ""),
     ("Slices", "in flight"): ("all devices meet in each layer of each shard", ""),
-    ("Stages by time", "GPU"): (_BY_TIME, 'use "balanced", or name the modules'),
     ("compile", "portable"): ("a compiled shard has kernels of its own", ""),
     ("bf16", "portable"): (_FLOAT32, ""),
     ("portable", "GPU"): (_FLOAT32, "name CPU devices"),
@@ -74,7 +71,6 @@ def _used(chosen: Chosen, *, is_alone: bool) -> dict[str, str]:
         "portable": "arithmetic='portable'" * (experiment.arithmetic == "portable"),
         "lockstep": lockstep_option(experiment) * chosen.is_lockstep,
         "Stages": "Stages(...)" * (layout.stages is not None),
-        "Stages by time": 'Stages("...:time")' * _by_time(layout),
         "Slices": "Slices()" * layout.has_slices,
         "Owners": "Owners()" * layout.has_owners,
         "in flight": f"max_in_flight={chosen.max_in_flight}" * chosen.overlaps,
@@ -82,10 +78,6 @@ def _used(chosen: Chosen, *, is_alone: bool) -> dict[str, str]:
         "processes": "several processes" * (not is_alone),
     }
     return {name: written for name, written in found.items() if written}
-
-
-def _by_time(layout: Layout) -> bool:
-    return layout.stages is not None and str(layout.stages.names).endswith(":time")
 
 
 def refuse_without_threads(chosen: Chosen, *, have_threads: bool) -> None:
