@@ -162,7 +162,14 @@ CASES = {
     **{make.__name__: (make, {"stem": 0, "late": 1}, None) for make in (Skips, Passing, Taught)},
     "Fanned": (Fanned, {"stem": 0, "two": 1, "three": 2, "head": 3}, None),
     "Fanned, regularised": (Fanned, {"stem": 0, "two": 1, "three": 2, "head": 3}, penalised),
-    "Checkpointed": (lambda: Checkpointed(reentrant=False), {"one": 0, "three": 1}, None),
+    **{
+        f"Checkpointed, from {first} on": (
+            lambda: Checkpointed(reentrant=False),
+            {"one": 0, first: 1},
+            None,
+        )
+        for first in ("two", "three")
+    },
     "Overwritten": (Overwritten, {"stem": 0, "late": 1}, None),
     "ThereAndBack": (ThereAndBack, {"stem": 0, "late": 1}, None),
     "ThereAndBack, regularised": (ThereAndBack, {"stem": 0, "late": 1, "head": 2}, penalised),

@@ -30,7 +30,8 @@ def portable(seed: int | None = None) -> Iterator[None]:
 
     It applies to the calling thread's operations on float32 tensors in the memory of CPUs: making a
     model, drawing data, an evaluation, a plain training loop. An operation that has no portable
-    kernel is refused by name. A `Trainer` computes so by `Experiment(arithmetic="portable")`.
+    kernel is refused by name. A `Trainer` that is made inside computes so in its threads, too, as
+    with `Experiment(arithmetic="portable")`.
 
     Args:
         seed: seeds torch's generator for what is inside; at the end the generator has the state

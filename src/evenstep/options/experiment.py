@@ -10,6 +10,7 @@ from typing import get_args
 
 import torch
 
+from evenstep.arithmetic import is_portable_here
 from evenstep.devices import Device, carry
 from evenstep.errors import InputError, shown
 from evenstep.limits import (
@@ -56,7 +57,8 @@ class Experiment(Options):
             scaled down to it, as by `torch.nn.utils.clip_grad_norm_`. None for no limit.
         arithmetic: "torch" computes with torch's own kernels, whose bits depend on the model of the
             processor; "portable" with evenstep's, which have the same bits on every processor, on
-            CPUs, in float32 (see docs/portable.md).
+            CPUs, in float32 (see docs/portable.md). Left out, it is "portable" inside
+            `with evenstep.portable()`, and "torch" elsewhere.
     """
 
     shards: int = 8
@@ -75,6 +77,9 @@ class Experiment(Options):
     arithmetic: Arithmetic = dataclasses.field(default="torch", metadata=LATER)
 
     def __post_init__(self) -> None:
+        if "arithmetic" not in self.given and is_portable_here():
+            object.__setattr__(self, "arithmetic", "portable")
+            object.__setattr__(self, "given", self.given | {"arithmetic"})
         check_integer("shards", self.shards, at_least=1, at_most=MOST_SHARDS)
         check_integer("threads", self.threads, at_least=1, at_most=MOST_THREADS)
         check_integer("seed", self.seed, at_least=0, at_most=None)
