@@ -71,11 +71,11 @@ def test_another_order_would_be_another_sum():
 
 @pytest.mark.parametrize("processes", [2, 4, 8])
 def test_with_one_partial_sum_each_it_sends_what_a_ring_all_reduce_sends(processes):
-    leaves = vectors(8, 100_000)
+    leaves = vectors(8, 200_000)
     each = 8 // processes
     trees = Forest(8, 8, [range(first, first + each) for first in range(0, 8, each)])
     ends = [Counting(end) for end in connect(processes)]
-    sum_over_processes(ends, trees, leaves, 64_000)
+    sum_over_processes(ends, trees, leaves, 400_000)
     ring = 2 * (processes - 1) / processes * leaves[0].nbytes
     for end in ends:
         assert abs(end.sent - ring) <= 0.02 * ring

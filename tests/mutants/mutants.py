@@ -448,7 +448,7 @@ _SWALLOWED_ERROR = [
         "if any(not other for other in names.values()):",
         ("distributed/test_process_group.py",)),
     Mutant("memory counts as shared without a proof",
-        SWALLOWED_ERROR, "distributed/shared_memory.py",
+        SWALLOWED_ERROR, "distributed/shared/memory.py",
         "read = tokens is not None and [one.numpy().tobytes() for one in tokens] == written",
         "read = tokens is not None and len(tokens) == len(written)",
         ("distributed/test_shared_memory.py",)),

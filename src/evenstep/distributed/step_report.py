@@ -9,6 +9,9 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
+import itertools
+import json
+import struct
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -29,6 +32,8 @@ Facts: TypeAlias = "tuple[int, ...]"
 """The step, its epoch and batch, the batch's examples, whether the step ends with an update, a
 checksum of the gradients of the user's own that are added (0 for none), and where each process's
 run ends."""
+
+_LENGTH = struct.Struct("<i")
 
 NO_DIGEST = -1
 """Of a batch that is not compared in this step."""
@@ -66,8 +71,8 @@ class Report:
         kind: how the process computes its shards.
         digest: of the batch that the process was given (see `batch_digest`).
         speed: how many shards a second the process computes; 0 while unknown.
-        leaves: float64 (own shards, 2): each shard's total and count.
-        present: bool (own partial sums, parameters): which gradients a partial sum has.
+        leaves: each own shard's total and count.
+        present: for each own partial sum, 1 for each parameter that has a gradient, else 0.
         tensors: the partial sums' buffers, and their gradients that may be sparse, by name.
     """
 
@@ -78,37 +83,32 @@ class Report:
     kind: Kind = Kind.NONE
     digest: int = NO_DIGEST
     speed: float = 0.0
-    leaves: torch.Tensor = dataclasses.field(default_factory=lambda: torch.empty(0, 2))
-    present: torch.Tensor = dataclasses.field(default_factory=lambda: torch.empty(0, 0))
+    leaves: Sequence[Sequence[float]] = ()
+    present: Sequence[bytes] = ()
     tensors: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
 
     def encoded(self) -> bytes:
-        """Return the report as bytes, in the safetensors format, which holds no code."""
-        story = torch.tensor([self.verdict, *self.story.encode()], dtype=torch.uint8)
-        facts = torch.tensor([*self.facts, self.stop, self.kind, self.digest])
-        speed = torch.tensor(self.speed, dtype=torch.float64)
-        fixed = {"place": facts, "story": story, "speed": speed}
-        sums = {"leaves": self.leaves, "present": self.present}
-        return save({**fixed, **sums, **self.tensors})
+        """Return the report as bytes: JSON, then what is present, and safetensors if there are any.
+
+        Neither format holds code. JSON keeps every bit of a float.
+        """
+        known = [self.facts, self.story, self.stop, self.kind, self.digest, self.speed, self.leaves]
+        text = json.dumps([self.verdict, [*map(len, self.present)], *known]).encode()
+        tensors = save({**self.tensors}) if self.tensors else b""
+        return b"".join([_LENGTH.pack(len(text)), text, *self.present, tensors])
 
 
 def decoded(message: bytes) -> Report:
     """Read what `Report.encoded` wrote."""
-    tensors = load(message)
-    verdict, *story = tensors.pop("story").tolist()
-    *facts, stop, kind, digest = tensors.pop("place").tolist()
-    return Report(
-        Verdict(verdict),
-        tuple(facts),
-        bytes(story).decode(errors="replace"),
-        bool(stop),
-        Kind(kind),
-        digest,
-        tensors.pop("speed").item(),
-        tensors.pop("leaves"),
-        tensors.pop("present"),
-        tensors,
+    start, end = _LENGTH.size, _LENGTH.size + _LENGTH.unpack_from(message)[0]
+    verdict, lengths, facts, story, stop, kind, digest, speed, leaves = json.loads(
+        message[start:end]
     )
+    ends = [*itertools.accumulate(lengths, initial=end)]
+    present = [message[lo:hi] for lo, hi in itertools.pairwise(ends)]
+    tensors = load(message[ends[-1] :]) if len(message) > ends[-1] else {}
+    known = (tuple(facts), story, stop, Kind(kind), digest, speed, leaves)
+    return Report(Verdict(verdict), *known, present, tensors)
 
 
 def check_reports(reports: Sequence[Report], peers: Peers, but: int | None = None) -> None:
