@@ -27,8 +27,8 @@ class Kept(GradientReduction):
         self.rows = [self.flats.new() for _ in range(partials)]
         self.sent = []
 
-    def _vectors(self, partial):
-        return self.rows[partial]
+    def _views(self, partial, bucket):
+        return dict(self.flats.views(self.rows[partial]))
 
     def _send(self, bucket):
         self.sent.append(self.buckets[bucket].numbers)

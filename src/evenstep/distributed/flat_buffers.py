@@ -103,10 +103,14 @@ class FlatSpace:
                     lo, numbers = hi, []
         return found
 
+    @staticmethod
     def write(
-        self, vectors: Vectors, bucket: Bucket, left: Gradients, right: Gradients | None = None
+        views: Mapping[int, torch.Tensor],
+        bucket: Bucket,
+        left: Gradients,
+        right: Gradients | None = None,
     ) -> None:
-        """Write the gradients of a bucket, left + right, into vectors.
+        """Write the gradients of a bucket, left + right, into their views.
 
         A parameter without a gradient gets −0, the one number that changes no number it is added
         to (+0 turns −0 into +0).
@@ -114,12 +118,12 @@ class FlatSpace:
         `left` and `right` have a gradient or None for each parameter of the bucket; without
         `right`, `left` is written alone.
         """
-        views = [self._view(vectors[bucket.flat], bucket.flat, i) for i in bucket.numbers]
+        own = [*map(views.__getitem__, bucket.numbers)]
         if right is None and not any(one is None for one in left):
-            copy_all(views, left)  # type: ignore[arg-type]
+            copy_all(own, left)  # type: ignore[arg-type]
             return
         rights: Gradients = [None] * len(left) if right is None else right
-        for view, ours, theirs in zip(views, left, rights, strict=True):
+        for view, ours, theirs in zip(own, left, rights, strict=True):
             one = theirs if ours is None else ours
             if one is None:
                 view.fill_(-0.0)
@@ -132,12 +136,10 @@ class FlatSpace:
         """Yield each parameter's number and its gradient in `vectors`, laid out like it."""
         flats = vectors if isinstance(vectors, Mapping) else range(len(vectors))
         for flat in flats:
-            for i in self._places[flat]:
-                yield i, self._view(vectors[flat], flat, i)
-
-    def _view(self, vector: torch.Tensor, flat: int, i: int) -> torch.Tensor:
-        start = vector.storage_offset() + self._places[flat][i]
-        return vector.as_strided(self._shapes[i], self._strides[i], start)
+            vector = vectors[flat]
+            offset, view = vector.storage_offset(), vector.as_strided
+            for i, start in self._places[flat].items():
+                yield i, view(self._shapes[i], self._strides[i], offset + start)
 
 
 def padded(tensor: torch.Tensor) -> int:

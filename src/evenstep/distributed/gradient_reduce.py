@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import abc
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
 from evenstep.collectives import CanonicalSum, Forest, SumAtOwner, start_sum
-from evenstep.distributed.flat_buffers import Bucket, FlatSpace, Gradients, Vectors
+from evenstep.distributed.flat_buffers import Bucket, FlatSpace, Gradients
 from evenstep.distributed.process_group import Peers
 from evenstep.errors import PeerError
 
@@ -49,7 +49,7 @@ class GradientReduction(abc.ABC):
         `partial` is counted among the sums of this process; `left` and `right` are as for
         `FlatSpace.write`.
         """
-        self._flats.write(self._vectors(partial), self.buckets[bucket], left, right)
+        self._flats.write(self._views(partial, bucket), self.buckets[bucket], left, right)
         for position, i in enumerate(self.buckets[bucket].numbers):
             absent = left[position] is None and (right is None or right[position] is None)
             self.present[partial][i] = not absent
@@ -66,9 +66,10 @@ class GradientReduction(abc.ABC):
         """
         for number, bucket in enumerate(self.buckets):
             for partial in sorted(self._missing[number]):
-                left = [partials[partial][i] for i in bucket.numbers]
+                own = partials[partial]
+                left = [own[i] for i in bucket.numbers]
                 for i in bucket.numbers:
-                    partials[partial][i] = None
+                    own[i] = None
                 self.write(number, partial, left)
                 del left
             if not partials:  # a process without shards
@@ -93,8 +94,8 @@ class GradientReduction(abc.ABC):
         """End the reduction without a sum."""
 
     @abc.abstractmethod
-    def _vectors(self, partial: int) -> Vectors:
-        """Return the flat vectors of a local partial sum."""
+    def _views(self, partial: int, bucket: int) -> Mapping[int, torch.Tensor]:
+        """Return where a local partial sum has the gradients of a bucket, and maybe others."""
 
     @abc.abstractmethod
     def _send(self, bucket: int) -> None:
@@ -133,6 +134,7 @@ class NetworkReduction(GradientReduction):
         self._reducer = reducer
         self._trees = trees
         self._own: list[list[torch.Tensor]] = [[] for _ in range(partials)]
+        self._own_views: list[Mapping[int, torch.Tensor]] = [{} for _ in range(partials)]
         self._totals: list[torch.Tensor] = []
         self._sent: set[int] = set()
         self._pieces: list[tuple[CanonicalSum | SumAtOwner, Future[None]]] = []
@@ -162,10 +164,12 @@ class NetworkReduction(GradientReduction):
             only.add_up()
             only.wait()
 
-    def _vectors(self, partial: int) -> Vectors:
+    def _views(self, partial: int, bucket: int) -> Mapping[int, torch.Tensor]:
         with self._lock:
-            self._own[partial] = self._own[partial] or self._flats.new()
-            return self._own[partial]
+            if not self._own[partial]:
+                self._own[partial] = self._flats.new()
+                self._own_views[partial] = dict(self._flats.views(self._own[partial]))
+            return self._own_views[partial]
 
     def _send(self, bucket: int) -> None:
         flat, lo, hi = self.buckets[bucket].flat, self.buckets[bucket].lo, self.buckets[bucket].hi
@@ -175,7 +179,7 @@ class NetworkReduction(GradientReduction):
         pieces = start_sum(
             self._reducer.peers.transport,
             self._trees,
-            [self._vectors(partial)[flat][lo:hi] for partial in range(len(self._own))],
+            [own[flat][lo:hi] for own in self._own],
             self._totals[flat][lo:hi],
             bucket_bytes=self._reducer.bucket_bytes,
             tag=1 + bucket,

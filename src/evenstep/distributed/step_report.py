@@ -10,7 +10,6 @@ import collections
 import dataclasses
 import enum
 import itertools
-import json
 import struct
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,7 +32,7 @@ Facts: TypeAlias = "tuple[int, ...]"
 checksum of the gradients of the user's own that are added (0 for none), and where each process's
 run ends."""
 
-_LENGTH = struct.Struct("<i")
+_HEAD = struct.Struct("<bb?qd5i")
 
 NO_DIGEST = -1
 """Of a batch that is not compared in this step."""
@@ -83,32 +82,45 @@ class Report:
     kind: Kind = Kind.NONE
     digest: int = NO_DIGEST
     speed: float = 0.0
-    leaves: Sequence[Sequence[float]] = ()
+    leaves: Sequence[tuple[float, float]] = ()
     present: Sequence[bytes] = ()
     tensors: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
 
     def encoded(self) -> bytes:
-        """Return the report as bytes: JSON, then what is present, and safetensors if there are any.
+        """Return the report as bytes: numbers, then text, then safetensors if there are any.
 
-        Neither format holds code. JSON keeps every bit of a float.
+        None of them holds code.
         """
-        known = [self.facts, self.story, self.stop, self.kind, self.digest, self.speed, self.leaves]
-        text = json.dumps([self.verdict, [*map(len, self.present)], *known]).encode()
+        story, present = self.story.encode(), b"".join(self.present)
+        lengths = (len(self.facts), len(self.leaves), len(self.present), len(present), len(story))
+        head = (self.verdict, self.kind, self.stop, self.digest, self.speed, *lengths)
+        leaves = itertools.chain.from_iterable(self.leaves)
+        numbers = struct.pack(f"<{lengths[0]}q{2 * lengths[1]}d", *self.facts, *leaves)
         tensors = save({**self.tensors}) if self.tensors else b""
-        return b"".join([_LENGTH.pack(len(text)), text, *self.present, tensors])
+        return b"".join([_HEAD.pack(*head), numbers, present, story, tensors])
 
 
 def decoded(message: bytes) -> Report:
     """Read what `Report.encoded` wrote."""
-    start, end = _LENGTH.size, _LENGTH.size + _LENGTH.unpack_from(message)[0]
-    verdict, lengths, facts, story, stop, kind, digest, speed, leaves = json.loads(
-        message[start:end]
+    head, start = _HEAD.unpack_from(message), _HEAD.size
+    verdict, kind, stop, digest, speed, facts, leaves, rows, present, story = head
+    numbers = struct.unpack_from(f"<{facts}q{2 * leaves}d", message, start)
+    start += 8 * len(numbers)
+    ends = [start, start + present, start + present + story]
+    flat, text = message[ends[0] : ends[1]], message[ends[1] : ends[2]].decode(errors="replace")
+    each = present // rows if rows else 0
+    return Report(
+        Verdict(verdict),
+        numbers[:facts],
+        text,
+        stop,
+        Kind(kind),
+        digest,
+        speed,
+        [*zip(numbers[facts::2], numbers[facts + 1 :: 2], strict=True)],
+        [flat[row * each : (row + 1) * each] for row in range(rows)],
+        load(message[ends[2] :]) if len(message) > ends[2] else {},
     )
-    ends = [*itertools.accumulate(lengths, initial=end)]
-    present = [message[lo:hi] for lo, hi in itertools.pairwise(ends)]
-    tensors = load(message[ends[-1] :]) if len(message) > ends[-1] else {}
-    known = (tuple(facts), story, stop, Kind(kind), digest, speed, leaves)
-    return Report(Verdict(verdict), *known, present, tensors)
 
 
 def check_reports(reports: Sequence[Report], peers: Peers, but: int | None = None) -> None:

@@ -197,6 +197,8 @@ class ProcessReducer(LocalReducer):
         attempt = step.attempt
         assert attempt.sum.sending is not None
         for partial in partials:
+            if partial.is_dense:
+                continue
             for i, gradient in enumerate(partial.gradients):
                 if gradient is not None and gradient.is_sparse and i not in self._sparse:
                     raise sparse_error(self._home, i)
@@ -210,7 +212,7 @@ class ProcessReducer(LocalReducer):
             kind=kind if leaves else Kind.NONE,
             digest=step.digest,
             speed=self._own_speed(),
-            leaves=[[float(number) for number in leaf[:2]] for leaf in leaves],
+            leaves=[(float(leaf[0]), float(leaf[1])) for leaf in leaves],
             present=self._present(attempt.sum.sending, partials),
             tensors={**self._small_tensors(partials), **_outputs_by_name(leaves)},
         )
@@ -337,7 +339,7 @@ def _outputs_by_name(leaves: Sequence[Leaf]) -> dict[str, torch.Tensor]:
 
 def _leaves_of(report: Report) -> list[Leaf]:
     """Return what the shards of a process gave, in their order."""
-    pairs = [(total, count) for total, count in report.leaves]
+    pairs = [*report.leaves]
     named = {
         name.removeprefix(_OUTPUT): tensor
         for name, tensor in report.tensors.items()

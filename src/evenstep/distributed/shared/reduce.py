@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import torch
 
 from evenstep.collectives import Forest, add_in_order, even_bounds
-from evenstep.distributed.flat_buffers import FlatSpace, Vectors
+from evenstep.distributed.flat_buffers import FlatSpace
 from evenstep.distributed.gradient_reduce import (
     BUCKET_BYTES,
     GradientReduction,
@@ -30,11 +31,13 @@ class SharedVectors:
     Attributes:
         since: the first step that uses them.
         places: the vectors of each partial sum, of all processes, in each place.
+        views: in them, the gradient of each parameter.
         totals: the vectors of the sum; None where each process computes all of it.
     """
 
     since: int
     places: list[list[list[torch.Tensor]]]
+    views: list[list[dict[int, torch.Tensor]]]
     totals: list[torch.Tensor] | None
 
 
@@ -77,7 +80,8 @@ class SharedMemoryReducer(NetworkReducer):
             rows = [self.flats.over(row) for row in memory.split(self.flats.nbytes)]
             places = [rows[:partials], rows[partials:]] if is_small else [rows[:partials]]
             totals = None if is_small else rows[-1]
-            self.shared = [*self.shared[-1:], SharedVectors(since, places, totals)]
+            views = [[dict(self.flats.views(row)) for row in place] for place in places]
+            self.shared = [*self.shared[-1:], SharedVectors(since, places, views, totals)]
 
 
 class _SharedMemoryReduction(GradientReduction):
@@ -94,7 +98,8 @@ class _SharedMemoryReduction(GradientReduction):
         totals = self._flats.new()
         if self._shared.totals is None:
             for flat, total in enumerate(totals):
-                terms = [vectors[flat] for vectors in self._place[: len(self._trees.owners)]]
+                rows = self._shared.places[self._place][: len(self._trees.owners)]
+                terms = [vectors[flat] for vectors in rows]
                 add_in_order(self._trees, terms, total)
         else:
             add_up_shared(self._reducer.peers, self._trees, self._shared)
@@ -107,12 +112,12 @@ class _SharedMemoryReduction(GradientReduction):
         pass
 
     @property
-    def _place(self) -> list[list[torch.Tensor]]:
+    def _place(self) -> int:
         # The last sum is known here, so all have come to it, and have read the sum before it.
-        return self._shared.places[self._reducer.sums % len(self._shared.places)]
+        return self._reducer.sums % len(self._shared.places)
 
-    def _vectors(self, partial: int) -> Vectors:
-        return self._place[self._own[partial]]
+    def _views(self, partial: int, bucket: int) -> Mapping[int, torch.Tensor]:
+        return self._shared.views[self._place][self._own[partial]]
 
     def _send(self, bucket: int) -> None:
         pass
