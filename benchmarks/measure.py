@@ -25,7 +25,7 @@ from evenstep.bench.tables import NOT_MEASURED, small
 from evenstep.cli.terminal.output import numbers_table, print_table
 
 NAMES = (
-    "speed overhead revisions memory profile uneven processes cable hybridize engine kills "
+    "speed overhead revisions memory profile uneven processes latency cable hybridize engine kills "
     "checkpoints contract flips soak interrupts text stages owners kinds recording portable"
 )
 MODULES = [importlib.import_module(f"specs.{name}") for name in NAMES.split()]

@@ -82,6 +82,7 @@ _EXPORTS = {
         show_reported_errors_in_one_line was_launched
     """,
     "evenstep.distributed.owners": "",
+    "evenstep.distributed.shared": "",
     "evenstep.engine": "Engine Handle InlineLanes Lanes Pending PendingNumber Task ThreadLanes Var",
     "evenstep.inference": "",
     "evenstep.integrations": "",

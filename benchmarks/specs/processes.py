@@ -20,8 +20,9 @@ from evenstep.bench.tables import Table, cells, median, verdict
 from evenstep.book.classic import CLASSIC
 from evenstep.collectives import canonical_sum, forest
 from evenstep.devices import kept_memory
-from evenstep.distributed import Exchange, Peers, gradient_reduce, join
+from evenstep.distributed import Exchange, Peers, join
 from evenstep.distributed.flat_buffers import FlatSpace
+from evenstep.distributed.shared import reduce
 
 EVERYONE = Exchange("step", "the others")
 ELEMENTS = 11_173_962  # parameters of ResNet-18 with one channel and ten classes: 44.7 MB
@@ -74,8 +75,8 @@ def prepared(method: str, peers: Peers, vector: torch.Tensor) -> Callable[[], ob
     if kind == "network":
         out = torch.empty_like(vector)
         return functools.partial(canonical_sum, peers.transport, trees, [vector], out)
-    flats, nbytes = FlatSpace([vector], [0]), gradient_reduce.BUCKET_BYTES
-    shared = gradient_reduce.SharedMemoryReducer(peers, flats, nbytes)
+    flats, nbytes = FlatSpace([vector], [0]), reduce.BUCKET_BYTES
+    shared = reduce.SharedMemoryReducer(peers, flats, nbytes)
     shared.reserve(trees, 0)
 
     def with_copies() -> None:
@@ -86,7 +87,7 @@ def prepared(method: str, peers: Peers, vector: torch.Tensor) -> Callable[[], ob
 
     def in_place() -> None:
         peers.gather(b"", EVERYONE)
-        gradient_reduce.add_up_shared(peers, trees, shared.shared[-1])
+        reduce.add_up_shared(peers, trees, shared.shared[-1])
 
     if how == "copies":
         return with_copies

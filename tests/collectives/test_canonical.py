@@ -1,6 +1,7 @@
 """The sum over processes: for any runs and buckets, the bits of the sum in one process."""
 
 import operator
+from unittest import mock
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_partition import runs_at
 
-from evenstep.collectives import Forest, TreeSum, canonical_sum, connect, tree_sum
+from evenstep.collectives import Forest, TreeSum, canonical, canonical_sum, connect, tree_sum
 from evenstep.errors import PeerError
 from over_threads import Counting, on_each, on_each_of
 from reference import assert_same_bits
@@ -46,17 +47,20 @@ def sum_over_processes(transports, trees, leaves, bucket_bytes):
     elements=st.integers(0, 300),
     bucket_bytes=st.integers(1, 1500),
     dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    small_bytes=st.sampled_from([0, 200, canonical.SMALL_BYTES]),
     data=st.data(),
 )
 def test_any_runs_and_buckets_give_the_sum_of_one_process(
-    shards, elements, bucket_bytes, dtype, data
+    shards, elements, bucket_bytes, dtype, small_bytes, data
 ):
     filled = data.draw(st.integers(1, shards))
     cuts = data.draw(st.lists(st.integers(0, filled), max_size=4))
     leaves = vectors(shards, elements, dtype)[:filled]
     expected = tree_sum([*leaves, *[None] * (shards - filled)], operator.add)
     trees = Forest(shards, filled, runs_at(filled, cuts))
-    for out in sum_over_processes(connect(len(cuts) + 1), trees, leaves, bucket_bytes):
+    with mock.patch.object(canonical, "SMALL_BYTES", small_bytes):
+        sums = sum_over_processes(connect(len(cuts) + 1), trees, leaves, bucket_bytes)
+    for out in sums:
         assert_same_bits({"sum": out}, {"sum": expected})
 
 
@@ -71,11 +75,11 @@ def test_another_order_would_be_another_sum():
 
 @pytest.mark.parametrize("processes", [2, 4, 8])
 def test_with_one_partial_sum_each_it_sends_what_a_ring_all_reduce_sends(processes):
-    leaves = vectors(8, 100_000)
+    leaves = vectors(8, 200_000)
     each = 8 // processes
     trees = Forest(8, 8, [range(first, first + each) for first in range(0, 8, each)])
     ends = [Counting(end) for end in connect(processes)]
-    sum_over_processes(ends, trees, leaves, 64_000)
+    sum_over_processes(ends, trees, leaves, 400_000)
     ring = 2 * (processes - 1) / processes * leaves[0].nbytes
     for end in ends:
         assert abs(end.sent - ring) <= 0.02 * ring

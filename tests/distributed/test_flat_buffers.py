@@ -22,7 +22,7 @@ def random_like(parameter):
 def fill(space, vectors, left, right=None):
     for bucket in space.buckets(40):
         own = [[side[i] for i in bucket.numbers] for side in (left, right) if side is not None]
-        space.write(vectors, bucket, *own)
+        space.write(dict(space.views(vectors)), bucket, *own)
 
 
 def test_gradients_come_back_as_they_were():

@@ -145,3 +145,27 @@ def test_a_call_of_one_process_at_the_end_of_the_others_is_named_in_all(tmp_path
             text,
         )
         assert seconds < LIMIT_S
+
+
+@pytest.mark.parametrize(
+    ("way", "width", "processes", "rounds", "messages"),
+    [
+        ("memory", 8, 2, 1, 0),
+        ("memory", 300, 2, 2, 0),  # each process adds up a chunk, and a round ends that
+        ("network", 8, 3, 1, 2 * 2),  # to each other process: a report, and gradients
+        ("network", 300, 2, 1, 3),  # a report, a chunk, and the sum of a chunk
+    ],
+)
+def test_a_step_takes_as_few_messages_and_calls_of_threads_as_it_can(
+    tmp_path, way, width, processes, rounds, messages
+):
+    finished = launched(processes, "counted.py", tmp_path, way, width)
+    assert finished.returncode == 0, finished.stderr
+    for rank in range(processes):
+        assert of_rank(tmp_path, rank) == {
+            "rounds through memory": rounds * (way == "memory"),
+            "rounds through the network": rounds * (way == "network"),
+            "messages": messages,
+            "calls of lanes": 1,
+            "calls of other threads": 0,
+        }

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from evenstep.collectives import connect
-from evenstep.distributed import shared_bytes, shared_memory
+from evenstep.distributed import shared_bytes
+from evenstep.distributed.shared import memory as shared_memory
 from launched import alone
 from over_threads import on_each, peers_over
 
@@ -43,7 +44,6 @@ def test_what_one_process_writes_all_read(size):
 
 
 def private(handle, nbytes):
-    os.close(handle)
     return torch.zeros(nbytes, dtype=torch.uint8)
 
 
@@ -90,7 +90,7 @@ def test_memory_that_one_process_alone_has_for_itself_is_not_used(monkeypatch):
 
 def test_a_stranger_who_finds_the_socket_gets_nothing(monkeypatch):
     """Names of abstract sockets are public (`/proc/net/unix`); the secret is not."""
-    say, strangers = shared_memory._all_say, []
+    say, strangers = shared_memory.all_say, []
 
     def spying(peers, message, what):
         if what == "connected to" and peers.rank == 0:
@@ -101,7 +101,7 @@ def test_a_stranger_who_finds_the_socket_gets_nothing(monkeypatch):
                 strangers.append(stranger)
         return say(peers, message, what)
 
-    monkeypatch.setattr(shared_memory, "_all_say", spying)
+    monkeypatch.setattr(shared_memory, "all_say", spying)
     assert None not in memories(2)
     assert strangers
     for stranger in strangers:

@@ -22,12 +22,13 @@ class Kept(GradientReduction):
     def __init__(self, model, partials, bucket_bytes=4):
         parameters = list(model.parameters())
         self.flats = FlatSpace(parameters, [*reversed(range(len(parameters)))])
-        super().__init__(self.flats, partials, len(parameters), bucket_bytes)
+        buckets = self.flats.buckets(bucket_bytes)
+        super().__init__(self.flats, partials, len(parameters), buckets)
         self.rows = [self.flats.new() for _ in range(partials)]
         self.sent = []
 
-    def _vectors(self, partial):
-        return self.rows[partial]
+    def _views(self, partial, bucket):
+        return dict(self.flats.views(self.rows[partial]))
 
     def _send(self, bucket):
         self.sent.append(self.buckets[bucket].numbers)
@@ -77,7 +78,7 @@ def test_the_sums_have_the_bits_of_the_tree(shards):
     in_turn(GradientStream(plan, sending), plan, replica, losses, range(shards))
     for i, view in sending.flats.views(sending.rows[0]):
         assert_same_bits({"sum": view}, {"sum": expected[i]})
-    assert sending.present == [[True] * 6]
+    assert sending.present == [bytes([1] * 6)]
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -116,7 +117,7 @@ def test_parameters_without_gradients_are_sent_as_absent():
     sending = Kept(model, partials=1, bucket_bytes=10**6)  # one bucket, with and without
     losses = [lambda: model[4](torch.ones(2, 4)).sum(), lambda: model(torch.ones(2, 6)).sum()]
     in_turn(GradientStream(plan, sending), plan, replica, losses, range(2))
-    assert sending.present == [[True, True, False, True, True, True]]
+    assert sending.present == [bytes([1, 1, 0, 1, 1, 1])]
     (untouched,) = [view for i, view in sending.flats.views(sending.rows[0]) if i == 2]
     assert_same_bits({"sum": untouched}, {"sum": torch.full((4, 5), -0.0)})
 

@@ -9,6 +9,7 @@ finish it sooner. This changes the time of a step, never its result. (Blumofe an
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import statistics
@@ -66,9 +67,7 @@ class ProcessAssignment:
     def runs(self, filled: int, step: int) -> tuple[range, ...]:
         """Return the shards of each process in step `step`, of which `filled` have examples."""
         period = max(period for period in self._speeds if period < step // PERIOD_STEPS)
-        runs = contiguous_runs(range(filled), self._speeds[period])
-        ends = itertools.accumulate(len(run) for run in runs)
-        return tuple(range(end - len(run), end) for run, end in zip(runs, ends, strict=True))
+        return _runs_of(filled, self._speeds[period])
 
     def record_speeds(self, step: int, speeds: Sequence[float]) -> None:
         """Record the speeds that the processes reported in a step; an unknown speed is 0."""
@@ -77,6 +76,13 @@ class ProcessAssignment:
             self._speeds[period] = tuple(speeds)
             for old in sorted(self._speeds)[:-3]:
                 del self._speeds[old]
+
+
+@functools.lru_cache(maxsize=64)
+def _runs_of(filled: int, speeds: tuple[float, ...]) -> tuple[range, ...]:
+    runs = contiguous_runs(range(filled), speeds)
+    ends = itertools.accumulate(len(run) for run in runs)
+    return tuple(range(end - len(run), end) for run, end in zip(runs, ends, strict=True))
 
 
 class Pace:

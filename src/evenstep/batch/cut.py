@@ -217,24 +217,27 @@ NO_CUT = Cut(Part(0, (), (range(0),)), {}, optree.treespec_tuple())
 """Replaces the cut of a finished step, to release the batch."""
 
 
-def cut_batch(batch: Batch, shards: int, part: Part | None = None, dim: int = 0) -> Cut:
+def cut_batch(
+    batch: Batch, shards: int, part: Part | Callable[[int], Part] | None = None, dim: int = 0
+) -> Cut:
     """Cut `batch` into `shards` shards.
 
     Args:
         batch: a minibatch; or, if it has as many examples as `part` assigns to this process, this
             process's examples of one.
         shards: V.
-        part: this process's part of the minibatch; None for the only process.
+        part: this process's part of the minibatch, or what returns it, given the number of its
+            examples; None for the only process.
         dim: the dimension that the examples lie along, of tensors that have it; the first of
-            others. A `part` has its own.
+            others. A `Part` has its own.
 
     Raises:
         BatchError: the batch has no tensors, a different kind of leaf, no examples, or tensors
             whose numbers of examples differ.
     """
     leaves, structure = _flatten(batch)
-    dim = dim if part is None else part.dim
-    here = _check_examples(batch, leaves, dim, may_be_empty=part is not None)
+    dim = part.dim if isinstance(part, Part) else dim
+    here = _check_examples(batch, leaves, dim, may_be_empty=isinstance(part, Part))
     tensors, dims = [], list[int | None]()
     for leaf in leaves:
         is_shared = isinstance(leaf, Shared)
@@ -242,7 +245,9 @@ def cut_batch(batch: Batch, shards: int, part: Part | None = None, dim: int = 0)
         dims.append(None if is_shared else dim_of(leaf, dim))
     if part is None:
         part = Part(here, shard_bounds(here, shards), (range(min(here, shards)),), dim=dim)
-    elif here == part.examples:
+    elif not isinstance(part, Part):
+        part = part(here)
+    if here == part.examples > part.own_examples:
         tensors = [
             tensor
             if along is None
@@ -256,7 +261,7 @@ def cut_batch(batch: Batch, shards: int, part: Part | None = None, dim: int = 0)
         )
     sizes = [part.bounds[shard][1] - part.bounds[shard][0] for shard in part.run]
     pieces = [
-        [tensor] * len(sizes) if along is None else tensor.split(sizes, along)
+        [tensor] * len(sizes) if along is None or len(sizes) == 1 else tensor.split(sizes, along)
         for tensor, along in zip(tensors, dims, strict=True)
     ]
     views = dict(zip(part.run, zip(*pieces, strict=True), strict=True))

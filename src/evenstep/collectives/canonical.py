@@ -8,6 +8,8 @@ The number of processes, the runs and the bucket size decide who adds, never wha
 With p processes of one partial sum each, and n bytes, each sends and receives 2 n (p - 1) / p
 bytes, as in a ring all-reduce (Patarasuk and Yuan, "Bandwidth Optimal All-reduce Algorithms for
 Clusters of Workstations", 2009), in 2 rounds instead of 2 (p - 1).
+
+A small piece takes 1 round: every process sends all of it to all others, and each adds it up whole.
 """
 
 from __future__ import annotations
@@ -21,6 +23,11 @@ from evenstep.collectives.transport import Transfer, Transport, even_bounds, wai
 from evenstep.errors import PeerError
 
 BUCKET_BYTES = 4 << 20
+
+SMALL_BYTES = 64 << 10
+"""The most bytes that a process sends of a piece which every other process gets whole."""
+
+_TOTALS = 1 << 24  # added to the tag of what is added up, which nothing else has
 
 
 def canonical_sum(
@@ -62,10 +69,10 @@ def start_sum(
 ) -> list[CanonicalSum]:
     """Start the reduction of `canonical_sum`; its pieces must be added up, then waited for."""
     elements = max(1, bucket_bytes // out.element_size())
-    pieces = [slice(lo, lo + elements) for lo in range(0, out.numel(), elements)]
+    cuts = [slice(lo, lo + elements) for lo in range(0, out.numel(), elements)]
     return [
-        CanonicalSum(transport, forest, [p[piece] for p in partials], out[piece], tag, name)
-        for piece in pieces
+        CanonicalSum(transport, forest, [p[cut] for p in partials], out[cut], tag, name)
+        for cut in cuts
     ]
 
 
@@ -90,18 +97,24 @@ class CanonicalSum:
         rank, size = transport.rank, transport.size
         # Each process starts with the one after it, so that they don't all send to the same one.
         self._peers = [(rank + step) % size for step in range(1, size)]
-        bounds = even_bounds(len(out), size)
+        self._is_small = out.nbytes * (size - 1) <= SMALL_BYTES
+        bounds = [(0, len(out))] * size if self._is_small else even_bounds(len(out), size)
         self._chunks = [out[lo:hi] for lo, hi in bounds]
         own = dict(zip(forest.partials_of(rank), partials, strict=True))
-        self._sent = [
-            transport.send(partial[slice(*bounds[peer])], peer, tag)
-            for peer in self._peers
-            for partial in own.values()
-            if self._chunks[peer].numel()
+        lo, hi = bounds[rank]
+        # What is awaited when it is sent need not be asked for first.
+        self._terms, self._arriving = receive_terms(
+            transport, forest, {n: one[lo:hi] for n, one in own.items()}, self._chunks[rank], tag
+        )
+        ends = [(peer, *bounds[peer]) for peer in self._peers if self._chunks[peer].numel()]
+        self._under_way: list[Transfer] = []
+        if not self._is_small:
+            self._under_way = [
+                transport.receive(self._chunks[peer], peer, tag | _TOTALS) for peer, _, _ in ends
+            ]
+        self._under_way += [
+            transport.send(one[lo:hi], peer, tag) for peer, lo, hi in ends for one in partials
         ]
-        mine = self._chunks[rank]
-        own_pieces = {number: partial[slice(*bounds[rank])] for number, partial in own.items()}
-        self._terms, self._received = receive_terms(transport, forest, own_pieces, mine, tag)
 
     def add_up(self) -> None:
         """Wait for this process's chunk of every partial sum, add them, and send the result.
@@ -109,20 +122,16 @@ class CanonicalSum:
         Raises:
             PeerError: a process did not arrive in time or has left; the message has the name.
         """
-        wait_for(self._received, self._name)
+        wait_for(self._arriving, self._name)
         total = self._chunks[self._transport.rank]
         add_in_order(self._forest, self._terms, total)
-        if total.numel():
-            self._sent += [self._transport.send(total, peer, self._tag) for peer in self._peers]
-        self._sent += [
-            self._transport.receive(self._chunks[peer], peer, self._tag)
-            for peer in self._peers
-            if self._chunks[peer].numel()
-        ]
+        if total.numel() and not self._is_small:
+            tag, send = self._tag | _TOTALS, self._transport.send
+            self._under_way += [send(total, peer, tag) for peer in self._peers]
 
     def wait(self) -> None:
         """Wait until everything was sent and the whole sum has arrived."""
-        wait_all(self._sent)
+        wait_all(self._under_way)
 
 
 def receive_terms(

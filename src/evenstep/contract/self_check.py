@@ -78,6 +78,15 @@ class SelfCheck:
         self._is_thorough = True
         self.due_at = math.inf if self._every is None else step
 
+    def waits_for_a_pair(self, cut: Cut) -> bool:
+        """Return whether only two shards are still to be compared, of which the batch has one."""
+        is_known = self.structure is self._replicas.structure
+        return self._is_half_done and is_known and not self._is_whole(cut)
+
+    def _is_whole(self, cut: Cut) -> bool:
+        """Return whether all can be checked on a batch."""
+        return len(cut.part.run) > 1 or self._experiment.shards == 1
+
     def run(
         self,
         step: int,
@@ -96,17 +105,11 @@ class SelfCheck:
             DeviceLostError: the device failed, or took longer; it is given up.
         """
         shards = _pair_of(cut)
-        is_whole = len(shards) == 2 or self._experiment.shards == 1
         if self.structure is not self._replicas.structure:
             self.structure = self._replicas.structure
             self.begin_again(step)
         has_device = len(self._engine.lost_lanes) < len(self._engine.devices)
-        if (
-            not has_device
-            or self._every is None
-            or not shards
-            or (self._is_half_done and not is_whole)
-        ):
+        if not has_device or self._every is None or not shards or self.waits_for_a_pair(cut):
             return
         lane = self._engine.first_lane
         is_thorough = self._is_thorough or self._every != math.inf
@@ -135,7 +138,7 @@ class SelfCheck:
                 f"{error and textwrap.shorten(text_of(error), _SHOWN, placeholder=' ...')}"
             )
         self._is_half_done = error is None
-        if has_given_up or (error is None and is_whole):
+        if has_given_up or (error is None and self._is_whole(cut)):
             self._say_what_is_unjudged()
             self._is_half_done, self._failed = False, set()
             self._is_thorough = False

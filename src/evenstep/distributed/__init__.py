@@ -17,7 +17,7 @@ from evenstep.distributed.rendezvous import (
     show_reported_errors_in_one_line,
     was_launched,
 )
-from evenstep.distributed.shared_memory import shared_bytes
+from evenstep.distributed.shared.memory import shared_bytes
 from evenstep.distributed.status_board import StatusBoard
 from evenstep.distributed.watchdog import LauncherWatch
 

@@ -1,4 +1,4 @@
-"""Flat vectors, one for each dtype, in which processes exchange gradients."""
+"""Flat vectors, some for each dtype, in which processes exchange gradients."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from typing import TypeAlias
 import torch
 
 from evenstep.devices.addresses import ALIGNMENT
+from evenstep.private_torch.tensors import copy_all
+
+_VECTOR_BYTES = 16 << 20  # the allocator gives back larger ones at once, and then clears new ones
 
 Gradients: TypeAlias = "Sequence[torch.Tensor | None]"
 Vectors: TypeAlias = "Sequence[torch.Tensor] | Mapping[int, torch.Tensor]"
@@ -42,10 +45,16 @@ class FlatSpace:
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], numbers: Sequence[int]) -> None:
-        by_dtype: dict[torch.dtype, list[int]] = {}
+        by_dtype: dict[torch.dtype, list[list[int]]] = {}
+        room: dict[torch.dtype, int] = {}
         for i in numbers:
-            by_dtype.setdefault(parameters[i].dtype, []).append(i)
-        self._lay_out(parameters, [*by_dtype.values()])
+            dtype, nbytes = parameters[i].dtype, parameters[i].nbytes
+            if nbytes > room.get(dtype, 0):
+                by_dtype.setdefault(dtype, []).append([])
+                room[dtype] = _VECTOR_BYTES
+            by_dtype[dtype][-1].append(i)
+            room[dtype] -= nbytes
+        self._lay_out(parameters, [members for found in by_dtype.values() for members in found])
 
     def _lay_out(
         self, parameters: Sequence[torch.Tensor], members: Sequence[Sequence[int]]
@@ -72,11 +81,12 @@ class FlatSpace:
 
     def new(self) -> list[torch.Tensor]:
         """Return vectors in fresh memory."""
-        return self.over(torch.empty(self.nbytes, dtype=torch.uint8))
+        sizes = zip(self._lengths, self._dtypes, strict=True)
+        return [torch.empty(length, dtype=dtype) for length, dtype in sizes]
 
     def over(self, memory: torch.Tensor) -> list[torch.Tensor]:
         """Return vectors that lie in `memory`, uint8 (nbytes,)."""
-        parts = memory.split(self._sizes)
+        parts = [memory] if len(self._sizes) == 1 else memory.split(self._sizes)
         return [part.view(dtype) for part, dtype in zip(parts, self._dtypes, strict=True)]
 
     def buckets(self, nbytes: int) -> list[Bucket]:
@@ -93,10 +103,14 @@ class FlatSpace:
                     lo, numbers = hi, []
         return found
 
+    @staticmethod
     def write(
-        self, vectors: Vectors, bucket: Bucket, left: Gradients, right: Gradients | None = None
+        views: Mapping[int, torch.Tensor],
+        bucket: Bucket,
+        left: Gradients,
+        right: Gradients | None = None,
     ) -> None:
-        """Write the gradients of a bucket, left + right, into vectors.
+        """Write the gradients of a bucket, left + right, into their views.
 
         A parameter without a gradient gets −0, the one number that changes no number it is added
         to (+0 turns −0 into +0).
@@ -104,9 +118,12 @@ class FlatSpace:
         `left` and `right` have a gradient or None for each parameter of the bucket; without
         `right`, `left` is written alone.
         """
+        own = [*map(views.__getitem__, bucket.numbers)]
+        if right is None and not any(one is None for one in left):
+            copy_all(own, left)  # type: ignore[arg-type]
+            return
         rights: Gradients = [None] * len(left) if right is None else right
-        for i, ours, theirs in zip(bucket.numbers, left, rights, strict=True):
-            view = self._view(vectors, bucket.flat, i)
+        for view, ours, theirs in zip(own, left, rights, strict=True):
             one = theirs if ours is None else ours
             if one is None:
                 view.fill_(-0.0)
@@ -119,13 +136,10 @@ class FlatSpace:
         """Yield each parameter's number and its gradient in `vectors`, laid out like it."""
         flats = vectors if isinstance(vectors, Mapping) else range(len(vectors))
         for flat in flats:
-            for i in self._places[flat]:
-                yield i, self._view(vectors, flat, i)
-
-    def _view(self, vectors: Vectors, flat: int, i: int) -> torch.Tensor:
-        vector = vectors[flat]
-        start = vector.storage_offset() + self._places[flat][i]
-        return vector.as_strided(self._shapes[i], self._strides[i], start)
+            vector = vectors[flat]
+            offset, view = vector.storage_offset(), vector.as_strided
+            for i, start in self._places[flat].items():
+                yield i, view(self._shapes[i], self._strides[i], offset + start)
 
 
 def padded(tensor: torch.Tensor) -> int:

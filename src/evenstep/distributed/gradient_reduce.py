@@ -1,4 +1,4 @@
-"""The sum of dense gradients over processes, through the network or through shared memory.
+"""The sum of dense gradients over processes, through the network.
 
 Gradients are exchanged bucket by bucket: a bucket that is complete can be in flight while a
 backward pass still computes the others.
@@ -7,24 +7,15 @@ backward pass still computes the others.
 from __future__ import annotations
 
 import abc
-import dataclasses
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from evenstep.collectives import (
-    CanonicalSum,
-    Forest,
-    SumAtOwner,
-    add_in_order,
-    even_bounds,
-    start_sum,
-)
-from evenstep.distributed.flat_buffers import FlatSpace, Gradients, Vectors
-from evenstep.distributed.process_group import Exchange, Peers
-from evenstep.distributed.shared_memory import shared_bytes
+from evenstep.collectives import CanonicalSum, Forest, SumAtOwner, start_sum
+from evenstep.distributed.flat_buffers import Bucket, FlatSpace, Gradients
+from evenstep.distributed.process_group import Peers
 from evenstep.errors import PeerError
 
 BUCKET_BYTES = 4 << 20
@@ -38,12 +29,14 @@ class GradientReduction(abc.ABC):
 
     Attributes:
         buckets: the pieces that are written and exchanged separately.
-        present: for each local partial sum and each parameter, whether it has a gradient.
+        present: for each local partial sum and each parameter, whether it has a gradient (1 or 0).
     """
 
-    def __init__(self, flats: FlatSpace, partials: int, parameters: int, bucket_bytes: int) -> None:
-        self.buckets = flats.buckets(bucket_bytes)
-        self.present = [[False] * parameters for _ in range(partials)]
+    def __init__(
+        self, flats: FlatSpace, partials: int, parameters: int, buckets: list[Bucket]
+    ) -> None:
+        self.buckets = buckets
+        self.present = [bytearray(parameters) for _ in range(partials)]
         self._flats = flats
         self._missing = [set(range(partials)) for _ in self.buckets]
         self._lock = threading.Lock()
@@ -56,7 +49,7 @@ class GradientReduction(abc.ABC):
         `partial` is counted among the sums of this process; `left` and `right` are as for
         `FlatSpace.write`.
         """
-        self._flats.write(self._vectors(partial), self.buckets[bucket], left, right)
+        self._flats.write(self._views(partial, bucket), self.buckets[bucket], left, right)
         for position, i in enumerate(self.buckets[bucket].numbers):
             absent = left[position] is None and (right is None or right[position] is None)
             self.present[partial][i] = not absent
@@ -73,9 +66,10 @@ class GradientReduction(abc.ABC):
         """
         for number, bucket in enumerate(self.buckets):
             for partial in sorted(self._missing[number]):
-                left = [partials[partial][i] for i in bucket.numbers]
+                own = partials[partial]
+                left = [own[i] for i in bucket.numbers]
                 for i in bucket.numbers:
-                    partials[partial][i] = None
+                    own[i] = None
                 self.write(number, partial, left)
                 del left
             if not partials:  # a process without shards
@@ -100,8 +94,8 @@ class GradientReduction(abc.ABC):
         """End the reduction without a sum."""
 
     @abc.abstractmethod
-    def _vectors(self, partial: int) -> Vectors:
-        """Return the flat vectors of a local partial sum."""
+    def _views(self, partial: int, bucket: int) -> Mapping[int, torch.Tensor]:
+        """Return where a local partial sum has the gradients of a bucket, and maybe others."""
 
     @abc.abstractmethod
     def _send(self, bucket: int) -> None:
@@ -115,6 +109,7 @@ class NetworkReducer:
         self.peers = peers
         self.flats = flats
         self.bucket_bytes = bucket_bytes
+        self.buckets = flats.buckets(bucket_bytes)
         # More intra-op threads would compete with the devices for the cores.
         self.thread = ThreadPoolExecutor(1, "evenstep exchange", torch.set_num_threads, (1,))
 
@@ -135,13 +130,15 @@ class NetworkReduction(GradientReduction):
 
     def __init__(self, reducer: NetworkReducer, trees: Forest, parameters: int) -> None:
         partials = len(trees.partials_of(reducer.peers.rank))
-        super().__init__(reducer.flats, partials, parameters, reducer.bucket_bytes)
+        super().__init__(reducer.flats, partials, parameters, reducer.buckets)
         self._reducer = reducer
         self._trees = trees
         self._own: list[list[torch.Tensor]] = [[] for _ in range(partials)]
+        self._own_views: list[Mapping[int, torch.Tensor]] = [{} for _ in range(partials)]
         self._totals: list[torch.Tensor] = []
         self._sent: set[int] = set()
         self._pieces: list[tuple[CanonicalSum | SumAtOwner, Future[None]]] = []
+        self._only: CanonicalSum | None = None  # the only piece, which nothing can overlap with
         self._failure: PeerError | None = None
 
     def total(self) -> list[torch.Tensor]:
@@ -158,15 +155,21 @@ class NetworkReduction(GradientReduction):
     def _finish(self) -> None:
         """Wait until all buckets were sent and added up."""
         pieces, self._pieces = self._pieces, []
+        only, self._only = self._only, None
         for _, added in pieces:
             added.result()
         for piece, _ in pieces:
             piece.wait()
+        if only is not None:
+            only.add_up()
+            only.wait()
 
-    def _vectors(self, partial: int) -> Vectors:
+    def _views(self, partial: int, bucket: int) -> Mapping[int, torch.Tensor]:
         with self._lock:
-            self._own[partial] = self._own[partial] or self._flats.new()
-            return self._own[partial]
+            if not self._own[partial]:
+                self._own[partial] = self._flats.new()
+                self._own_views[partial] = dict(self._flats.views(self._own[partial]))
+            return self._own_views[partial]
 
     def _send(self, bucket: int) -> None:
         flat, lo, hi = self.buckets[bucket].flat, self.buckets[bucket].lo, self.buckets[bucket].hi
@@ -176,12 +179,15 @@ class NetworkReduction(GradientReduction):
         pieces = start_sum(
             self._reducer.peers.transport,
             self._trees,
-            [self._vectors(partial)[flat][lo:hi] for partial in range(len(self._own))],
+            [own[flat][lo:hi] for own in self._own],
             self._totals[flat][lo:hi],
             bucket_bytes=self._reducer.bucket_bytes,
             tag=1 + bucket,
             name=f"bucket {bucket} of the gradients",
         )
+        if len(self.buckets) == len(pieces) == 1:
+            (self._only,) = pieces
+            return
         # Only now, after all are sent: messages with one tag arrive in the order of sending.
         submit = self._reducer.thread.submit
         self._pieces += [(piece, submit(self._add_up, piece)) for piece in pieces]
@@ -195,88 +201,3 @@ class NetworkReduction(GradientReduction):
         except PeerError as error:
             self._failure = error
             raise
-
-
-@dataclasses.dataclass(frozen=True)
-class SharedVectors:
-    """Flat vectors in memory that all processes share.
-
-    They are those of each partial sum, of all processes, and of the sum. Step `since` is the first
-    one that uses them.
-    """
-
-    since: int
-    partials: list[list[torch.Tensor]]
-    totals: list[torch.Tensor]
-
-
-class SharedMemoryReducer(NetworkReducer):
-    """Sums gradients in shared memory: each process adds up, in place, the chunk that it owns.
-
-    A step for whose partial sums no memory is shared yet goes through the network.
-    """
-
-    def __init__(self, peers: Peers, flats: FlatSpace, bucket_bytes: int) -> None:
-        super().__init__(peers, flats, bucket_bytes)
-        self.shared: list[SharedVectors] = []
-        self._can_grow = True
-
-    def begin(self, trees: Forest, parameters: int, step: int) -> GradientReduction:
-        """Start the reduction of a step's gradients, by the same method in every process."""
-        for shared in reversed(self.shared):
-            if step >= shared.since and len(shared.partials) >= len(trees.owners):
-                return _SharedMemoryReduction(self, shared, trees, parameters)
-        return super().begin(trees, parameters, step)
-
-    def reserve(self, trees: Forest, since: int) -> None:
-        """Share memory for the partial sums of `trees`, to be used from step `since` on.
-
-        Every process must call this method after the same step.
-        """
-        partials = len(trees.owners)
-        if self._can_grow and all(len(shared.partials) < partials for shared in self.shared):
-            memory = shared_bytes(self.peers, self.flats.nbytes * (partials + 1))
-            if memory is None:
-                self._can_grow = False
-                return
-            *rows, totals = map(self.flats.over, memory.split(self.flats.nbytes))
-            self.shared = [*self.shared[-1:], SharedVectors(since, rows, totals)]
-
-
-class _SharedMemoryReduction(GradientReduction):
-    def __init__(
-        self, reducer: SharedMemoryReducer, shared: SharedVectors, trees: Forest, parameters: int
-    ) -> None:
-        self._own = trees.partials_of(reducer.peers.rank)
-        super().__init__(reducer.flats, len(self._own), parameters, reducer.bucket_bytes)
-        self._peers = reducer.peers
-        self._trees = trees
-        self._shared = shared
-
-    def total(self) -> list[torch.Tensor]:
-        add_up_shared(self._peers, self._trees, self._shared)
-        return [total.clone() for total in self._shared.totals]
-
-    def drop(self) -> None:
-        pass
-
-    def _vectors(self, partial: int) -> Vectors:
-        return self._shared.partials[self._own[partial]]
-
-    def _send(self, bucket: int) -> None:
-        pass
-
-
-def add_up_shared(peers: Peers, trees: Forest, shared: SharedVectors) -> None:
-    """Compute `shared.totals`, each process adding its own chunk; each must call this function."""
-    for flat, total in enumerate(shared.totals):
-        lo, hi = even_bounds(len(total), peers.size)[peers.rank]
-        partials = [vectors[flat][lo:hi] for vectors in shared.partials[: len(trees.owners)]]
-        add_in_order(trees, partials, total[lo:hi])
-    peers.gather(b"", Exchange("step", "the sum of its chunk of the gradients"))
-
-
-def gradient_reducer(peers: Peers, flats: FlatSpace, *, on_cpus: bool) -> NetworkReducer:
-    """Return the fastest reducer that is available."""
-    make = SharedMemoryReducer if peers.on_one_machine and on_cpus else NetworkReducer
-    return make(peers, flats, BUCKET_BYTES)

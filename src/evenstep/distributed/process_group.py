@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from evenstep.collectives import Transport, wait_all
+from evenstep.collectives import Transfer, Transport, wait_all
 from evenstep.distributed.status_board import StatusBoard
 from evenstep.errors import PeerError
 
@@ -16,7 +16,8 @@ END = "the end of the trainer's `with`"
 """The call of processes that take no further step."""
 
 _FRAME_BYTES = 4096
-_LENGTHS = struct.Struct("<qh")  # of the message, and of the exchange's name before it
+_LENGTH = struct.Struct("<q")  # of a message
+_NAME_LENGTH = struct.Struct("<h")  # of the exchange's name before it
 
 
 class Exchange(NamedTuple):
@@ -57,12 +58,23 @@ class Exchange(NamedTuple):
         return cls(call, what, int(step) if step else None)
 
 
+class Rounds(Protocol):
+    """Gives every process the messages of all others."""
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """Return every process's message, by rank; each process must call this method."""
+
+    def close(self) -> None:
+        """Let no process wait for this one."""
+
+
 class Peers:
     """The processes of a job, seen from one of them.
 
     Attributes:
         rank, size: this process's number, and the number of processes.
         on_one_machine: whether all processes are in one network namespace.
+        rounds: carry messages: through the transport, or a faster way.
     """
 
     def __init__(
@@ -74,6 +86,7 @@ class Peers:
         on_one_machine: bool,
     ) -> None:
         self.transport = transport
+        self.rounds: Rounds = TransportRounds(transport)
         self.status_board = status_board
         self.rank = transport.rank
         self.size = transport.size
@@ -115,40 +128,23 @@ class Peers:
     def leave(self, reason: str) -> None:
         """Publish why this process ends, for processes that wait for it, and close connections."""
         self.status_board.leave(reason)
+        self.close()
+
+    def close(self) -> None:
+        """Close connections; processes that wait for this one get a PeerError."""
+        self.rounds.close()
         self.transport.close()
 
     def _gather(self, message: bytes, name: bytes) -> list[bytes]:
-        """Exchange a frame of fixed length, then the rest of the messages that don't fit in it."""
-        send, receive = self.transport.send, self.transport.receive
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        packed = _LENGTHS.pack(len(message), len(name)) + name + message
-        packed = packed.ljust(_FRAME_BYTES, b"\0")
-        whole = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-        parts = [
-            part for part in whole.split([_FRAME_BYTES, len(whole) - _FRAME_BYTES]) if len(part)
-        ]
-        sent = [send(part, peer) for part in parts for peer in others]
-        frames = {peer: torch.empty(_FRAME_BYTES, dtype=torch.uint8) for peer in others}
-        wait_all([receive(frame, peer) for peer, frame in frames.items()])
-        bounds, names = {}, {self.rank: name}
-        for peer, frame in frames.items():
-            length, of_name = _LENGTHS.unpack_from(frame.numpy().data)
-            start = _LENGTHS.size + of_name
-            names[peer] = frame[_LENGTHS.size : start].numpy().tobytes()
-            bounds[peer] = slice(start, start + length)
-        rests = {
-            peer: torch.empty(max(0, bound.stop - _FRAME_BYTES), dtype=torch.uint8)
-            for peer, bound in bounds.items()
-        }
-        wait_all([receive(rest, peer) for peer, rest in rests.items() if len(rest)])
-        wait_all(sent)
+        found = self.rounds.exchange(_NAME_LENGTH.pack(len(name)) + name + message)
+        names, messages = {}, []
+        for rank, one in enumerate(found):
+            start = _NAME_LENGTH.size + _NAME_LENGTH.unpack_from(one)[0]
+            names[rank] = one[_NAME_LENGTH.size : start]
+            messages.append(one[start:])
         if any(other != name for other in names.values()):
             self._refuse_other_calls(names)  # when all have read this, and nothing is left to read
-        messages = {self.rank: message}
-        for peer, bound in bounds.items():
-            received = torch.cat([frames[peer], rests[peer]]).numpy().tobytes()
-            messages[peer] = received[bound]
-        return [messages[rank] for rank in range(self.size)]
+        return messages
 
     def _refuse_other_calls(self, names: Mapping[int, bytes]) -> None:
         """Raise an error if processes are in different calls, not only in different steps."""
@@ -165,3 +161,48 @@ class Peers:
         must = f"call {other.pop()}" if len(calls) == 2 and len(other) == 1 else same
         first, *others = places.values()
         raise PeerError(f"{first}, but {' and '.join(others)}: every process must {must}")
+
+
+class TransportRounds:
+    """Rounds of messages through a transport."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """Exchange a frame of fixed length, then the rest of the messages that don't fit in it."""
+        own, size = self._transport.rank, self._transport.size
+        others = [(own + step) % size for step in range(1, size)]
+        packed = bytearray(_LENGTH.pack(len(message)) + message).ljust(_FRAME_BYTES, b"\0")
+        whole = torch.frombuffer(packed, dtype=torch.uint8)
+        # What is awaited when it is sent need not be asked for first.
+        frames = self._awaited(dict.fromkeys(others, _FRAME_BYTES))
+        sent = [self._transport.send(whole[:_FRAME_BYTES], peer) for peer in others]
+        if len(packed) > _FRAME_BYTES:
+            sent += [self._transport.send(whole[_FRAME_BYTES:], peer) for peer in others]
+        found = _arrived(frames)
+        ends = {peer: _LENGTH.size + _LENGTH.unpack_from(one)[0] for peer, one in found.items()}
+        rests = {peer: end - _FRAME_BYTES for peer, end in ends.items() if end > _FRAME_BYTES}
+        for peer, rest in _arrived(self._awaited(rests)).items():
+            found[peer] += rest
+        wait_all(sent)
+        messages = {peer: one[_LENGTH.size : ends[peer]] for peer, one in found.items()}
+        return [messages.get(rank, message) for rank in range(size)]
+
+    def close(self) -> None:
+        """Do nothing: whoever has opened the transport closes it."""
+
+    def _awaited(self, lengths: Mapping[int, int]) -> _Arrivals:
+        """Start to receive so many bytes from each of these processes."""
+        tensors = {rank: torch.empty(size, dtype=torch.uint8) for rank, size in lengths.items()}
+        receive = self._transport.receive
+        return {rank: (one, receive(one, rank)) for rank, one in tensors.items()}
+
+
+_Arrivals: TypeAlias = "dict[int, tuple[torch.Tensor, Transfer]]"
+"""By process, what arrives, and what must be waited for."""
+
+
+def _arrived(arrivals: _Arrivals) -> dict[int, bytes]:
+    wait_all([transfer for _, transfer in arrivals.values()])
+    return {rank: tensor.numpy().tobytes() for rank, (tensor, _) in arrivals.items()}

@@ -15,7 +15,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from evenstep.distributed.gloo import GlooTransport
 from evenstep.distributed.process_group import Peers
-from evenstep.distributed.shared_memory import connected, listening
+from evenstep.distributed.shared.memory import connected, listening
+from evenstep.distributed.shared.rounds import shared_rounds
 from evenstep.distributed.status_board import StatusBoard
 from evenstep.errors import PeerError
 from evenstep.private_torch.processes import default_store
@@ -79,7 +80,10 @@ def join(timeout_s: float, interface: str | None = None) -> Peers:
     hosts, on_one_machine = _hosts(own, rank, size, timeout_s)
     interface = interface or ("lo" if on_one_machine else None)
     transport = GlooTransport(own, rank, size, interface, timeout_s)
-    return Peers(transport, hosts, StatusBoard(own, rank), on_one_machine=on_one_machine)
+    peers = Peers(transport, hosts, StatusBoard(own, rank), on_one_machine=on_one_machine)
+    if on_one_machine and size > 1:
+        peers.rounds = shared_rounds(peers, timeout_s) or peers.rounds
+    return peers
 
 
 def _meeting_point(timeout_s: float) -> tuple[Store, int, int]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
+import itertools
+import struct
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -29,6 +31,8 @@ Facts: TypeAlias = "tuple[int, ...]"
 """The step, its epoch and batch, the batch's examples, whether the step ends with an update, a
 checksum of the gradients of the user's own that are added (0 for none), and where each process's
 run ends."""
+
+_HEAD = struct.Struct("<bb?qd5i")
 
 NO_DIGEST = -1
 """Of a batch that is not compared in this step."""
@@ -66,8 +70,8 @@ class Report:
         kind: how the process computes its shards.
         digest: of the batch that the process was given (see `batch_digest`).
         speed: how many shards a second the process computes; 0 while unknown.
-        leaves: float64 (own shards, 2): each shard's total and count.
-        present: bool (own partial sums, parameters): which gradients a partial sum has.
+        leaves: each own shard's total and count.
+        present: for each own partial sum, 1 for each parameter that has a gradient, else 0.
         tensors: the partial sums' buffers, and their gradients that may be sparse, by name.
     """
 
@@ -78,36 +82,44 @@ class Report:
     kind: Kind = Kind.NONE
     digest: int = NO_DIGEST
     speed: float = 0.0
-    leaves: torch.Tensor = dataclasses.field(default_factory=lambda: torch.empty(0, 2))
-    present: torch.Tensor = dataclasses.field(default_factory=lambda: torch.empty(0, 0))
+    leaves: Sequence[tuple[float, float]] = ()
+    present: Sequence[bytes] = ()
     tensors: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
 
     def encoded(self) -> bytes:
-        """Return the report as bytes, in the safetensors format, which holds no code."""
-        story = torch.tensor([self.verdict, *self.story.encode()], dtype=torch.uint8)
-        facts = torch.tensor([*self.facts, self.stop, self.kind, self.digest])
-        speed = torch.tensor(self.speed, dtype=torch.float64)
-        fixed = {"place": facts, "story": story, "speed": speed}
-        sums = {"leaves": self.leaves, "present": self.present}
-        return save({**fixed, **sums, **self.tensors})
+        """Return the report as bytes: numbers, then text, then safetensors if there are any.
+
+        None of them holds code.
+        """
+        story, present = self.story.encode(), b"".join(self.present)
+        lengths = (len(self.facts), len(self.leaves), len(self.present), len(present), len(story))
+        head = (self.verdict, self.kind, self.stop, self.digest, self.speed, *lengths)
+        leaves = itertools.chain.from_iterable(self.leaves)
+        numbers = struct.pack(f"<{lengths[0]}q{2 * lengths[1]}d", *self.facts, *leaves)
+        tensors = save({**self.tensors}) if self.tensors else b""
+        return b"".join([_HEAD.pack(*head), numbers, present, story, tensors])
 
 
 def decoded(message: bytes) -> Report:
     """Read what `Report.encoded` wrote."""
-    tensors = load(message)
-    verdict, *story = tensors.pop("story").tolist()
-    *facts, stop, kind, digest = tensors.pop("place").tolist()
+    head, start = _HEAD.unpack_from(message), _HEAD.size
+    verdict, kind, stop, digest, speed, facts, leaves, rows, present, story = head
+    numbers = struct.unpack_from(f"<{facts}q{2 * leaves}d", message, start)
+    start += 8 * len(numbers)
+    ends = [start, start + present, start + present + story]
+    flat, text = message[ends[0] : ends[1]], message[ends[1] : ends[2]].decode(errors="replace")
+    each = present // rows if rows else 0
     return Report(
         Verdict(verdict),
-        tuple(facts),
-        bytes(story).decode(errors="replace"),
-        bool(stop),
+        numbers[:facts],
+        text,
+        stop,
         Kind(kind),
         digest,
-        tensors.pop("speed").item(),
-        tensors.pop("leaves"),
-        tensors.pop("present"),
-        tensors,
+        speed,
+        [*zip(numbers[facts::2], numbers[facts + 1 :: 2], strict=True)],
+        [flat[row * each : (row + 1) * each] for row in range(rows)],
+        load(message[ends[2] :]) if len(message) > ends[2] else {},
     )
 
 

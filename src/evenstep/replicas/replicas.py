@@ -548,10 +548,12 @@ def _structure(modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter])
         found.append(module.__class__)
         found.append(module.__dict__.get("forward"))
         for parts in (own_modules(module), own_parameters(module), own_buffers(module)):
-            found += parts
-            found += parts.values()
+            if parts:
+                found += parts
+                found += parts.values()
         for hooks in (forward_hooks, forward_pre_hooks, backward_hooks, backward_pre_hooks):
-            found += hooks(module).values()
+            if of_module := hooks(module):
+                found += of_module.values()
     for parameter in parameters:
         found += (gradient_hooks(parameter) or {}).values()
         found += (sum_hooks(parameter) or {}).values()

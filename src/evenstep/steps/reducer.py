@@ -8,6 +8,8 @@ the same in every process, and the same as in a single one.
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 import time
 from collections.abc import Callable, Sequence
 
@@ -18,11 +20,8 @@ from evenstep.batch import ProcessAssignment
 from evenstep.collectives import Forest, TreeSum, tree_plan
 from evenstep.distributed import Exchange, Peers
 from evenstep.distributed.flat_buffers import FlatSpace
-from evenstep.distributed.gradient_reduce import (
-    GradientReduction,
-    NetworkReducer,
-    gradient_reducer,
-)
+from evenstep.distributed.gradient_reduce import GradientReduction, NetworkReducer
+from evenstep.distributed.shared.reduce import gradient_reducer
 from evenstep.distributed.step_report import (
     AgainError,
     Kind,
@@ -198,12 +197,13 @@ class ProcessReducer(LocalReducer):
         attempt = step.attempt
         assert attempt.sum.sending is not None
         for partial in partials:
+            if partial.is_dense:
+                continue
             for i, gradient in enumerate(partial.gradients):
                 if gradient is not None and gradient.is_sparse and i not in self._sparse:
                     raise sparse_error(self._home, i)
         attempt.sum.sending.write_rest([partial.gradients for partial in partials])
         leaves = [attempt.work.results[shard] for shard in attempt.trees.runs[self.rank]]
-        numbers = [[float(number) for number in leaf[:2]] for leaf in leaves]
         kind = Kind.COMPILED if attempt.work.programs else Kind.EAGER
         return Report(
             Verdict.DONE,
@@ -212,24 +212,23 @@ class ProcessReducer(LocalReducer):
             kind=kind if leaves else Kind.NONE,
             digest=step.digest,
             speed=self._own_speed(),
-            leaves=torch.tensor(numbers, dtype=torch.float64).reshape(-1, 2),
+            leaves=[(float(leaf[0]), float(leaf[1])) for leaf in leaves],
             present=self._present(attempt.sum.sending, partials),
             tensors={**self._small_tensors(partials), **_outputs_by_name(leaves)},
         )
 
-    def _present(self, sending: GradientReduction, partials: Sequence[PartialSum]) -> torch.Tensor:
-        """Return which gradients each partial sum has: bool (partial sums, parameters)."""
-        present = torch.tensor(sending.present).reshape(-1, len(self._home.parameters)) > 0
-        sparse = sorted(self._sparse)
-        for number, partial in enumerate(partials):
-            present[number, sparse] = torch.tensor(
-                [partial.gradients[i] is not None for i in sparse], dtype=torch.bool
-            )
-        return present
+    def _present(self, sending: GradientReduction, partials: Sequence[PartialSum]) -> list[bytes]:
+        """Return which gradients each partial sum has, as in `Report`."""
+        for present, partial in zip(sending.present, partials, strict=True):
+            for i in self._sparse:
+                present[i] = partial.gradients[i] is not None
+        return [*map(bytes, sending.present)]
 
     def _small_tensors(self, partials: Sequence[PartialSum]) -> dict[str, torch.Tensor]:
         """Return the partial sums' buffers and gradients that may be sparse, by name."""
         tensors: dict[str, torch.Tensor] = {}
+        if not self._sparse and not self._home.buffers:
+            return tensors
         for number, partial in enumerate(partials):
             sparse = [(i, partial.gradients[i]) for i in self._sparse]
             tensors |= named(f"buffer/{number}", enumerate(partial.buffers))
@@ -253,12 +252,8 @@ class ProcessReducer(LocalReducer):
         except PeerError as error:
             exchange = Exchange("step", "the gradients", step)
             raise self.peers.explained(error, exchange) from None
-        parts = [
-            self._small_part(trees, number, reports[owner], attempt.cut.weights)
-            for number, owner in enumerate(trees.owners)
-        ]
-        root = trees.add_up(parts, add)
-        present = torch.cat([report.present for report in reports]).any(0).tolist()
+        root = self._small_root(trees, reports, attempt.cut.weights)
+        present = _any_of([one for report in reports for one in report.present])
         root.present = present
         for i, gradient in gradients:
             root.gradients[i] = gradient if present[i] else None
@@ -296,21 +291,38 @@ class ProcessReducer(LocalReducer):
     def _gather(self, report: Report) -> list[Report]:
         exchange = Exchange("step", "its part", report.facts[0])
         messages = self.peers.gather(report.encoded(), exchange)
-        return [decoded(message) for message in messages]
+        return [
+            report if rank == self.rank and not report.tensors else decoded(message)
+            for rank, message in enumerate(messages)
+        ]
+
+    def _small_root(
+        self, trees: Forest, reports: Sequence[Report], weights: Sequence[int]
+    ) -> PartialSum:
+        """Return the root, with its buffers and its gradients that may be sparse."""
+        if not any(report.tensors for report in reports):
+            return self._small_part(range(trees.spans[0].start, trees.spans[-1].stop), weights)
+        parts = []
+        for rank, report in enumerate(reports):
+            for number, partial in enumerate(trees.partials_of(rank)):
+                parts.append(self._small_part(trees.spans[partial], weights, number, report))
+        return trees.add_up(parts, add)
 
     def _small_part(
-        self, trees: Forest, partial: int, report: Report, weights: Sequence[int]
+        self, span: range, weights: Sequence[int], number: int = 0, report: Report | None = None
     ) -> PartialSum:
-        """Return the buffers and the gradients that may be sparse of a partial sum."""
-        home, span = self._home, trees.spans[partial]
-        number = trees.partials_of(trees.owners[partial]).index(partial)
+        """Return what a report has of a partial sum of some shards, besides dense gradients."""
+        home = self._home
 
-        def tensor(kind: str, i: int) -> torch.Tensor | None:
-            return unnamed(report.tensors, f"{kind}/{number}/{i}", home.device.torch_device)
+        def tensors(kind: str, count: int) -> list[torch.Tensor | None]:
+            if report is None:
+                return [None] * count
+            names = [f"{kind}/{number}/{i}" for i in range(count)]
+            return [unnamed(report.tensors, name, home.device.torch_device) for name in names]
 
         return PartialSum(
-            [tensor("gradient", i) for i in range(len(home.parameters))],
-            [tensor("buffer", i) for i in range(len(home.buffers))],
+            tensors("gradient", len(home.parameters)),
+            tensors("buffer", len(home.buffers)),
             tuple(weights[shard] for shard in span),
             home,
             span.start,
@@ -327,7 +339,7 @@ def _outputs_by_name(leaves: Sequence[Leaf]) -> dict[str, torch.Tensor]:
 
 def _leaves_of(report: Report) -> list[Leaf]:
     """Return what the shards of a process gave, in their order."""
-    pairs = [(total, count) for total, count in report.leaves.tolist()]
+    pairs = [*report.leaves]
     named = {
         name.removeprefix(_OUTPUT): tensor
         for name, tensor in report.tensors.items()
@@ -336,6 +348,12 @@ def _leaves_of(report: Report) -> list[Leaf]:
     if not named:
         return [*pairs]
     return [(*pair, one) for pair, one in zip(pairs, unpack_outputs(named), strict=True)]
+
+
+def _any_of(rows: Sequence[bytes]) -> list[bool]:
+    """Return for each parameter whether one of the partial sums has its gradient."""
+    either = functools.reduce(operator.or_, (int.from_bytes(row, "little") for row in rows))
+    return [*map(bool, either.to_bytes(len(rows[0]), "little"))]
 
 
 def _spelled_error(error: BaseException) -> str:

@@ -1005,9 +1005,11 @@ class Trainer(Habits):
 
     def _check_contract(self, step: Step) -> None:
         """Check the code on the batch of a step that has not begun."""
+        attempt, executor = step.attempt, self._executor
+        if self._self_check.waits_for_a_pair(attempt.cut):
+            return
         self._pipeline.wait()
         self._pipeline.follow_user()
-        attempt, executor = step.attempt, self._executor
         try:
             self._self_check.run(
                 step.number, attempt.cut, attempt.seed, step.objective, executor.check_limit_s

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import evenstep
 from evenstep.data import Loader
-from evenstep.distributed import gradient_reduce
+from evenstep.distributed.shared import reduce
 from evenstep.errors import EvenstepError
 from grouping import grouped
 from launched import meet
@@ -75,8 +75,8 @@ def main():
     """Train; write what ended it."""
     out, kind, rank = Path(sys.argv[1]), sys.argv[2], int(os.environ["RANK"])
     if "in buckets" in sys.argv[3:]:  # which leave while a backward pass still runs
-        gradient_reduce.BUCKET_BYTES = 200
-        gradient_reduce.SharedMemoryReducer = gradient_reduce.NetworkReducer
+        reduce.BUCKET_BYTES = 200
+        reduce.SharedMemoryReducer = reduce.NetworkReducer
     model = build("convolution", seed=rank if kind == "other model" else 0)
     optimizer = Failing(model.parameters(), lr=0.1)
     if kind != "nothing":  # then this process is alone

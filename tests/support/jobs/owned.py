@@ -24,14 +24,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import evenstep
 from evenstep.checkpoint.fingerprint import tree_digest
-from evenstep.distributed import gradient_reduce
+from evenstep.distributed.shared import reduce
 from evenstep.errors import ClosedError
 from evenstep.steps.owners import reducer as owner_reducer
 from grouping import grouped
 from owned_optimizers import OPTIMIZERS, model_of
 from zoo import ZOO, build, make_batches, options_of
 
-gradient_reduce.BUCKET_BYTES = owner_reducer.BUCKET_BYTES = 200
+reduce.BUCKET_BYTES = owner_reducer.BUCKET_BYTES = 200
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)
 BATCHES = make_batches((33, 16, 24))
 

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import evenstep
 from evenstep.checkpoint.fingerprint import tensor_digest
 from evenstep.data import Loader, digits
-from evenstep.distributed import gradient_reduce
+from evenstep.distributed.shared import reduce
 from evenstep.metrics import accuracy
 from grouping import grouped
 from zoo import ZOO, Momentum, Recomputed, SparseInPlaces, build, follow, make_batches, options_of
@@ -170,9 +170,9 @@ def main():
     out, layout, shards, in_flight = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:5])
     way = sys.argv[5] if len(sys.argv) > 5 else "plain"
     if way != "plain":
-        gradient_reduce.BUCKET_BYTES = TINY_BYTES
+        reduce.BUCKET_BYTES, reduce.SMALL_BYTES = TINY_BYTES, 0
     if way == "network":
-        gradient_reduce.SharedMemoryReducer = gradient_reduce.NetworkReducer
+        reduce.SharedMemoryReducer = reduce.NetworkReducer
     rank = int(os.environ.get("RANK", "0"))
     devices = int(layout.split(",")[rank])
     options = {"devices": devices, "shards": shards, "max_in_flight": in_flight}

@@ -18,7 +18,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import evenstep
-from evenstep.distributed import gradient_reduce
+from evenstep.distributed.shared import reduce
 from evenstep.metrics import accuracy
 from grouping import grouped
 from zoo import build, make_batches, options_of
@@ -41,7 +41,7 @@ def train(name, options):
 
 def main():
     """Train everything, and write the results of this rank."""
-    gradient_reduce.BUCKET_BYTES = 200  # so that gradients leave during backward passes
+    reduce.BUCKET_BYTES = 200  # so that gradients leave during backward passes
     out, rank = Path(sys.argv[1]), int(os.environ.get("RANK", "0"))
     stages, devices = (int(text.split(",")[rank]) for text in sys.argv[2:4])
     options = {"devices": devices, "max_in_flight": int(sys.argv[4])}

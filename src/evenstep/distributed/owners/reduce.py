@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import wait
 
 import torch
 
 from evenstep.collectives import Forest, SumAtOwner, Transfer, wait_all
-from evenstep.distributed.flat_buffers import Vectors
 from evenstep.distributed.gradient_reduce import GradientReduction, NetworkReducer, NetworkReduction
 from evenstep.distributed.owners.space import OwnerSpace
 from evenstep.distributed.process_group import Peers
@@ -59,7 +58,7 @@ class ReducerToOwners(NetworkReducer):
             tag, vector = 1 + len(buckets) + flat, space.vector(flat)
             if owner == self.peers.rank:
                 own = [parameters[i].detach() for i in bucket.numbers]
-                space.write({flat: vector}, bucket, own)
+                space.write(dict(space.views({flat: vector})), bucket, own)
                 others = [peer for peer in range(self.peers.size) if peer != owner]
                 sent = [transport.send(vector, peer, tag) for peer in others]
                 under_way.append(functools.partial(wait_all, sent))
@@ -93,8 +92,8 @@ class _ReductionToOwners(NetworkReduction):
         sums, self._sums = self._sums, {}
         return self._space.views({flat: total.to(device) for flat, total in sums.items()})
 
-    def _vectors(self, partial: int) -> Vectors:
-        return self._written[partial]
+    def _views(self, partial: int, bucket: int) -> Mapping[int, torch.Tensor]:
+        return dict(self._space.views({bucket: self._written[partial][bucket]}))
 
     def _send(self, bucket: int) -> None:
         owner = self._space.owners[bucket]

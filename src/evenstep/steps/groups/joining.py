@@ -67,7 +67,7 @@ def joined(
         yield Group(experiment.batch_dim)
         return
     show_reported_errors_in_one_line()
-    with peers.status_board, LauncherWatch(), contextlib.closing(peers.transport):
+    with peers.status_board, LauncherWatch(), contextlib.closing(peers):
         exchange = Exchange(OPEN, "what it trains, and how it rounds")
         different = _judged(differences(peers, facts(), exchange), allow_rounding=allow_rounding)
         own = json.dumps([len(replicas.all), replicas.on_cpus]).encode()

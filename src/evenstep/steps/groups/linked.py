@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load, save
 
-from evenstep.batch import Batch, Part, count_examples, cut_batch, shard_bounds
+from evenstep.batch import Batch, Part, cut_batch, shard_bounds
 from evenstep.batch.cut import Cut
 from evenstep.batch.own_shards import Shards, cut_own_shards, only
 from evenstep.checkpoint.fingerprint import tensor_digest
@@ -119,8 +120,8 @@ class LinkedGroup(Group):
             return cut_own_shards(whole, shards, whole.part(runs, self._reducer.rank, shards))
         if self._given is not None and self._draws is not None:
             self._draws.end(self._given)
-        part = self._given or self._part(count_examples(batch, self._batch_dim), step)
-        return cut_batch(batch, shards, part)
+        part = self._given or functools.partial(self._part, step=step)
+        return cut_batch(batch, shards, part, self._batch_dim)
 
     def compare_ends(self, source: Source, call: str) -> None:
         """Compare what an epoch was with the other processes."""

@@ -24,7 +24,7 @@ from evenstep.distributed.process_group import Exchange, Peers
 
 _TOKEN_BYTES = 16
 _WAIT_S = 2.0  # for data that another process has already sent
-_YES, _NO = b"yes", b""
+YES, NO = b"yes", b""
 
 
 @contextlib.contextmanager
@@ -71,11 +71,25 @@ def shared_bytes(peers: Peers, nbytes: int) -> torch.Tensor | None:
 
     If one process can't read what another one has written there, all return None.
     """
+    found = shared_file(peers, nbytes)
+    if found is None:
+        return None
+    memory, handle = found
+    os.close(handle)
+    return memory
+
+
+def shared_file(peers: Peers, nbytes: int) -> tuple[torch.Tensor, int] | None:
+    """Return the memory of `shared_bytes`, and a descriptor of its file, which has no name."""
     whole = nbytes + _TOKEN_BYTES * peers.size  # the tokens lie behind the bytes
     handle = _handed_out(peers, whole) if peers.rank == 0 else _handed_over(peers)
     memory = None if handle is None else _mapped(handle, whole)
     tokens = None if memory is None else memory[nbytes:].view(peers.size, _TOKEN_BYTES)
-    return memory[:nbytes] if _are_shared(peers, tokens) and memory is not None else None
+    if _are_shared(peers, tokens) and memory is not None and handle is not None:
+        return memory[:nbytes], handle
+    if handle is not None:
+        os.close(handle)
+    return None
 
 
 def _handed_out(peers: Peers, nbytes: int) -> int | None:
@@ -84,12 +98,12 @@ def _handed_out(peers: Peers, nbytes: int) -> int | None:
     secret = secrets.token_hex(_TOKEN_BYTES)  # other users can see the names of sockets
     with listening() as (name, offered):
         is_offered = handle is not None and offered is not None
-        _all_say(peers, f"{name} {secret}".encode() if is_offered else _NO, "offered")
-        if all(_all_say(peers, _YES if is_offered else _NO, "connected to")):
+        all_say(peers, f"{name} {secret}".encode() if is_offered else NO, "offered")
+        if all(all_say(peers, YES if is_offered else NO, "connected to")):
             assert handle is not None
             assert offered is not None
             sent = _send_to_each(offered, handle, secret.encode(), peers.size - 1)
-            if all(_all_say(peers, _YES if sent else _NO, "handed over")):
+            if all(all_say(peers, YES if sent else NO, "handed over")):
                 return handle
     if handle is not None:
         os.close(handle)
@@ -112,12 +126,12 @@ def _made_file(nbytes: int) -> int | None:
 
 def _handed_over(peers: Peers) -> int | None:
     """In the other processes, receive the file that `_handed_out` sends; None if that fails."""
-    name, _, secret = _all_say(peers, _NO, "offered")[0].decode().partition(" ")
+    name, _, secret = all_say(peers, NO, "offered")[0].decode().partition(" ")
     with connected(name, secret.encode()) as link:
-        if not all(_all_say(peers, _NO if link is None else _YES, "connected to")):
+        if not all(all_say(peers, NO if link is None else YES, "connected to")):
             return None
         assert link is not None
-        if not all(_all_say(peers, _YES, "handed over")):
+        if not all(all_say(peers, YES, "handed over")):
             return None
         try:
             _, handles, _, _ = socket.recv_fds(link, 1, 1)
@@ -143,13 +157,11 @@ def _send_to_each(offered: socket.socket, handle: int, secret: bytes, count: int
 
 
 def _mapped(handle: int, nbytes: int) -> torch.Tensor | None:
-    """Map a file, and close it; None if that fails."""
+    """Map a file; None if that fails."""
     try:
         return torch.frombuffer(mmap.mmap(handle, nbytes), dtype=torch.uint8)
     except (OSError, ValueError):
         return None
-    finally:
-        os.close(handle)
 
 
 def _are_shared(peers: Peers, tokens: torch.Tensor | None) -> bool:
@@ -161,10 +173,11 @@ def _are_shared(peers: Peers, tokens: torch.Tensor | None) -> bool:
     token = secrets.token_bytes(_TOKEN_BYTES)
     if tokens is not None:
         tokens[peers.rank] = torch.frombuffer(bytearray(token), dtype=torch.uint8)
-    written = _all_say(peers, _NO if tokens is None else token, "written")
+    written = all_say(peers, NO if tokens is None else token, "written")
     read = tokens is not None and [one.numpy().tobytes() for one in tokens] == written
-    return all(_all_say(peers, _YES if read else _NO, "read"))
+    return all(all_say(peers, YES if read else NO, "read"))
 
 
-def _all_say(peers: Peers, message: bytes, what: str) -> list[bytes]:
+def all_say(peers: Peers, message: bytes, what: str) -> list[bytes]:
+    """Return what every process says to a question, by rank; each must call this."""
     return peers.gather(message, Exchange("step", f"shared memory to be {what}"))

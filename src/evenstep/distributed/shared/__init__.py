@@ -1,0 +1,1 @@
+"""What processes of one machine exchange through memory that they share."""
