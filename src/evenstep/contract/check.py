@@ -42,11 +42,12 @@ class ContractReport:
 
 
 def check_contract(
-    rehearsal: Rehearsal, neighbours: Neighbours, *, separable: bool
+    rehearsal: Rehearsal, neighbours: Neighbours, home: Replica, *, separable: bool
 ) -> ContractReport:
     """Check the code of a training; called in the lane of the first device.
 
-    Unless `separable`, an objective that doesn't add up over the shards is accepted.
+    Unless `separable`, an objective that doesn't add up over the shards is accepted. `home` is the
+    replica that is the user's module.
 
     Raises:
         ContractError: the contract is broken; the message names what breaks it.
@@ -57,7 +58,7 @@ def check_contract(
     with kept(replica):
         copied = rehearsal.copy()
         first, second = compute_twice(
-            copied or replica, work, objective, is_copy=copied is not None
+            copied or replica, work, objective, home=None if copied is None else home
         )
         refuse_strange_leaves(first.leaves, second.leaves, objective)
         if copied is not None and len(rehearsal.works) > 1:

@@ -23,6 +23,7 @@ from evenstep.contract.module_state import (
     parameter_marks,
 )
 from evenstep.contract.outside.foreign_draws import ForeignDraws, refuse_foreign_draws
+from evenstep.contract.outside.outer_module import on_copies_alone
 from evenstep.contract.outside.process_settings import ProcessSettings
 from evenstep.contract.rehearsal import cloned
 from evenstep.errors import ContractError
@@ -52,11 +53,12 @@ class ShardResult:
 
 
 def compute_twice(
-    replica: Replica, work: ShardWork, objective: ShardObjective, *, is_copy: bool
+    replica: Replica, work: ShardWork, objective: ShardObjective, *, home: Replica | None
 ) -> tuple[ShardResult, ShardResult]:
     """Compute a shard twice and compare the bits.
 
-    On a copy of the model, parameters and buffers lie at other addresses the second time.
+    On a copy of the model, parameters and buffers lie at other addresses the second time. `home`
+    has the model that it was copied from; None for the model itself.
 
     Raises:
         ContractError: the results differ, a parameter was written, a setting of the process was
@@ -66,16 +68,17 @@ def compute_twice(
     attributes = attributes_of(module)
     compute = functools.partial(compute_observed, replica, work, objective)
     settings = ProcessSettings()
-    with unwritten(module), ForeignDraws() as first_draws, settings:
+    apart = nullcontext() if home is None else on_copies_alone(home)
+    with unwritten(module), ForeignDraws() as first_draws, settings, apart:
         first = compute()
     settings.refuse_changed()
-    moved = functools.partial(elsewhere, replica) if is_copy else nullcontext
+    moved = nullcontext if home is None else functools.partial(elsewhere, replica)
     with ForeignDraws() as second_draws, moved():
         second = compute()
     refuse_foreign_draws(first_draws, second_draws)
     differing = first_difference(replica, first, second)
     if differing:
-        if is_copy:
+        if home is not None:
             _refuse_rounding_by_address(replica, compute, first, second)
         _refuse_hidden_generators(compute)
         raise repeat_error(differing, changed_attributes(attributes, first.attributes))

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from evenstep.devices.device import Device
 from evenstep.devices.placement import intra_op_threads
-from evenstep.private_torch.compilers import uses_nnpack
+from evenstep.private_torch.compilers import einsum_settings, precision_of, uses_nnpack
 
 VARIABLES = (
     "DNNL_CPU_ISA_HINTS",
@@ -131,58 +131,78 @@ def _gpu_facts() -> dict[str, str]:
         "the version of CUDA": str(torch.version.cuda),
         "the version of cuDNN": str(backends.cudnn.version()),
         "torch.backends.cudnn.enabled": str(backends.cudnn.enabled),
-        "the float32 precision of CUDA": _float32_precision(
-            {"matmul": backends.cuda, "conv": backends.cudnn, "rnn": backends.cudnn}
-        ),
+        "the float32 precision of CUDA": _spelled(_precisions_on_gpus()),
         **_environment(GPU_VARIABLES),
     }
 
 
 def torch_settings() -> dict[str, str]:
     """Return settings of torch that change which kernels it uses, or how these compute."""
-    return {name: _value_of(get) for name, get in _SETTINGS.items()}
+    return {name: _value_of(read, spell) for name, (read, spell) in _SETTINGS.items()}
 
 
-def _float32_precision(backends: Mapping[str, Any]) -> str:
+def settings_now() -> list[object]:
+    """Return the same settings as they are read, which is quick enough to do so at each op."""
+    try:
+        return [read() for read, _ in _SETTINGS.values()]
+    except (AttributeError, RuntimeError):
+        return [torch_settings()]
+
+
+_KINDS = ("matmul", "conv", "rnn")
+_Precisions = Sequence[str]
+
+
+def _precisions_on_cpus() -> _Precisions:
     """Return the precision in which each kind of operation computes with float32.
 
     It can be set in two ways, and torch refuses to read the older one after the newer one.
     """
-    if not hasattr(torch.backends, "fp32_precision"):  # of torch 2.9
-        allowed = getattr(backends["conv"], "allow_tf32", False)
-        return f"{torch.get_float32_matmul_precision()}, {allowed}"
-    found = {name: getattr(one, name).fp32_precision for name, one in backends.items()}
-    if found["matmul"] == "none":
-        found["matmul"] = "ieee"  # as `set_float32_matmul_precision("highest")` has it
-    return ", ".join(f"{name} {precision}" for name, precision in found.items())
+    if not _HAS_PRECISIONS:
+        return torch.get_float32_matmul_precision(), "False"
+    return [precision_of("mkldnn", kind) for kind in _KINDS]
 
 
-def _attention_kernels() -> str:
-    """Return the kernels that `scaled_dot_product_attention` may choose from."""
-    backends = torch.backends.cuda  # of the CPU, too
-    allowed = {
-        "flash": backends.flash_sdp_enabled(),
-        "efficient": backends.mem_efficient_sdp_enabled(),
-        "math": backends.math_sdp_enabled(),
-        "cudnn": backends.cudnn_sdp_enabled(),
-    }
-    return ", ".join(name for name, is_allowed in allowed.items() if is_allowed)
+_HAS_PRECISIONS = hasattr(torch.backends, "fp32_precision")  # of torch 2.9
 
 
-_SETTINGS: dict[str, Callable[[], object]] = {
-    "the default dtype": torch.get_default_dtype,
-    "the float32 precision": lambda: _float32_precision(
-        dict.fromkeys(("matmul", "conv", "rnn"), torch.backends.mkldnn)
+def _precisions_on_gpus() -> _Precisions:
+    backends = torch.backends
+    if not _HAS_PRECISIONS:
+        return torch.get_float32_matmul_precision(), str(backends.cudnn.allow_tf32)
+    kinds: Sequence[Any] = backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn
+    return [kind.fp32_precision for kind in kinds]
+
+
+def _spelled(found: _Precisions) -> str:
+    if not _HAS_PRECISIONS:
+        return ", ".join(found)
+    if found[0] == "none":  # as `set_float32_matmul_precision("highest")` has it
+        found = ["ieee", *found[1:]]
+    return ", ".join(f"{kind} {precision}" for kind, precision in zip(_KINDS, found, strict=True))
+
+
+_ATTENTION = {  # of the CPU, too
+    "flash": torch.backends.cuda.flash_sdp_enabled,
+    "efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
+    "math": torch.backends.cuda.math_sdp_enabled,
+    "cudnn": torch.backends.cuda.cudnn_sdp_enabled,
+}
+"""The kernels that `scaled_dot_product_attention` may choose from."""
+
+
+_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], str]]] = {
+    "the default dtype": (torch.get_default_dtype, str),
+    "the float32 precision": (_precisions_on_cpus, _spelled),
+    "torch.use_deterministic_algorithms": (torch.are_deterministic_algorithms_enabled, str),
+    "torch.backends.mkldnn.enabled": (lambda: torch.backends.mkldnn.enabled, str),
+    "torch.backends.mkldnn.deterministic": (lambda: torch.backends.mkldnn.deterministic, str),
+    "torch.backends.nnpack": (uses_nnpack, str),
+    "torch.backends.opt_einsum": (lambda: tuple(read() for read in einsum_settings), str),
+    "the kernels of scaled_dot_product_attention": (
+        lambda: [name for name, is_allowed in _ATTENTION.items() if is_allowed()],
+        ", ".join,
     ),
-    "torch.use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled,
-    "torch.backends.mkldnn.enabled": lambda: torch.backends.mkldnn.enabled,
-    "torch.backends.mkldnn.deterministic": lambda: torch.backends.mkldnn.deterministic,
-    "torch.backends.nnpack": uses_nnpack,
-    "torch.backends.opt_einsum": lambda: (
-        torch.backends.opt_einsum.enabled,
-        torch.backends.opt_einsum.strategy,
-    ),
-    "the kernels of scaled_dot_product_attention": _attention_kernels,
 }
 
 
@@ -198,9 +218,9 @@ def _flags() -> dict[str, str]:
     return flags
 
 
-def _value_of(get: Callable[[], object]) -> str:
+def _value_of(read: Callable[[], Any], spell: Callable[[Any], str]) -> str:
     try:
-        return str(get())
+        return spell(read())
     except (AttributeError, RuntimeError) as error:  # settings that contradict each other
         return type(error).__name__
 

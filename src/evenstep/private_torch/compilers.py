@@ -80,3 +80,27 @@ uses_nnpack: Callable[[], bool] = private(
     "torch._C", "_get_nnpack_enabled", "compare the settings of processes", public_way=lambda: True
 )
 """Return whether NNPACK may be used."""
+
+precision_of: Callable[[str, str], str] = private(
+    "torch._C",
+    "_get_fp32_precision_getter",  # not in torch 2.8
+    "look at a setting at each op of the first check",
+    public_way=lambda backend, op: getattr(getattr(torch.backends, backend), op).fp32_precision,
+)
+"""Return how a kind of operation of a backend computes with float32."""
+
+einsum_settings: tuple[Callable[[], object], Callable[[], object]] = (
+    private(
+        "torch.backends.opt_einsum",
+        "_get_enabled",
+        "look at a setting at each op of the first check",
+        public_way=lambda: torch.backends.opt_einsum.enabled,
+    ),
+    private(
+        "torch.backends.opt_einsum",
+        "_get_strategy",
+        "look at a setting at each op of the first check",
+        public_way=lambda: torch.backends.opt_einsum.strategy,
+    ),
+)
+"""Return whether `torch.einsum` chooses an order of its products, and how."""

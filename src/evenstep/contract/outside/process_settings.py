@@ -6,12 +6,13 @@ in the user's thread does not reach the lanes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from evenstep.arithmetic import is_portable, is_portable_here
-from evenstep.devices import torch_settings
+from evenstep.devices import settings_now, torch_settings
 from evenstep.devices.accelerator import autocast_kinds
 from evenstep.devices.forward_mode import refuse_inside_a_level
 from evenstep.errors import ContractError
@@ -43,6 +44,7 @@ class ProcessSettings(OpsMode):
     def __init__(self) -> None:
         super().__init__()
         self._before = _settings()
+        self._opening = _readings()
         self._changed = ""
 
     def __torch_dispatch__(
@@ -67,30 +69,39 @@ class ProcessSettings(OpsMode):
             )
 
     def _look(self) -> None:
-        if not self._changed:
+        if not self._changed and _readings() != self._opening:
             now = _settings()
             self._changed = next((name for name in now if now[name] != self._before[name]), "")
 
 
 def _settings() -> dict[str, str]:
-    return {
-        **torch_settings(),
-        "torch.backends.cudnn": str(
-            (
-                torch.backends.cudnn.enabled,
-                torch.backends.cudnn.benchmark,
-                torch.backends.cudnn.deterministic,
-            )
-        ),
-        _THREADS: str(torch.get_num_threads()),
-        _CASTS: str(_casts_are_cached()),
-        _PARAMETRIZED: str(parametrizations_are_cached()),
-    }
+    """Return the settings by name, for a message."""
+    others = {name: str(read()) for name, read in _OTHERS.items()}
+    return {**torch_settings(), **others}
+
+
+def _readings() -> list[object]:
+    """Return the settings as they are read; they are read at each op."""
+    return [*settings_now(), *(read() for read in _OTHERS.values())]
+
+
+def _cudnn() -> tuple[bool, ...]:
+    backend = torch.backends.cudnn
+    return backend.enabled, backend.benchmark, backend.deterministic
 
 
 def _casts_are_cached() -> bool:
-    casts = any(map(torch.is_autocast_enabled, autocast_kinds()))
-    return casts and torch.is_autocast_cache_enabled()
+    return torch.is_autocast_cache_enabled() and any(
+        map(torch.is_autocast_enabled, autocast_kinds())
+    )
+
+
+_OTHERS: dict[str, Callable[[], object]] = {
+    "torch.backends.cudnn": _cudnn,
+    _THREADS: torch.get_num_threads,
+    _CASTS: _casts_are_cached,
+    _PARAMETRIZED: parametrizations_are_cached,
+}
 
 
 def refuse_modes(device: torch.device, arithmetic: Arithmetic = "torch") -> None:
