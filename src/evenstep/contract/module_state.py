@@ -170,10 +170,13 @@ def _find_counts(path: Path, ours: Any, theirs: Any, found: list[Path]) -> None:
 
 
 _ATOMS = (nn.Module, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, torch.Tensor)
+_PLAIN = {bool, int, float, str, type(None)}
 _DEPTH = 2  # of objects within objects
 
 
 def _copied(value: Any, depth: int = _DEPTH) -> Any:
+    if type(value) in _PLAIN:
+        return value
     return optree.tree_map(lambda leaf: _copied_leaf(leaf, depth), value, none_is_leaf=True)
 
 

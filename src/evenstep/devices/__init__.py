@@ -5,7 +5,6 @@ from evenstep.devices.arithmetic import (
     hash_seed,
     instruction_facts,
     known_results,
-    settings_now,
     torch_settings,
 )
 from evenstep.devices.device import Device, as_device, parse_device
@@ -44,7 +43,6 @@ __all__ = [
     "process_wide",
     "rounding_notes",
     "short_switch_interval",
-    "settings_now",
     "torch_settings",
     "try_all_gpus",
     "try_gpu",

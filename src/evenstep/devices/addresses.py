@@ -23,6 +23,7 @@ from evenstep.private_torch.tensors import USERS_OF_ONE, handle_of, is_view, mem
 
 ALIGNMENT = 64  # bytes, of torch's allocations
 PAGE = 4096  # bytes, of memory
+_PLAIN = {torch.Tensor, nn.Parameter}
 _ATOMS = {bool, int, float, str, type(None)}
 _OF_TORCH = frozenset(nn.Module().__dict__)
 address_of = torch.Tensor.data_ptr
@@ -36,18 +37,22 @@ def rounding(tensors: Iterable[Any]) -> list[torch.Tensor]:
         for one in distinct.values()
         if (one.dtype.is_floating_point or one.dtype.is_complex)
         and one.layout is torch.strided
-        and not nn.parameter.is_lazy(one)
-        and not hasattr(one, "__tensor_flatten__")  # which holds others, and has no memory
+        and (type(one) in _PLAIN or not _has_no_memory(one))
     ]
 
 
-def has_foreign_attributes(module: nn.Module) -> bool:
-    """Return whether a plain attribute of a module holds tensors in memory at a different address.
+def _has_no_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has no data yet, or holds other tensors that have it."""
+    return nn.parameter.is_lazy(tensor) or hasattr(tensor, "__tensor_flatten__")
+
+
+def has_foreign_attributes(modules: Iterable[nn.Module]) -> bool:
+    """Return whether a plain attribute of modules holds tensors in memory at a different address.
 
     Such memory is not torch's own. `copy.deepcopy` copies it to a multiple of 64 bytes.
     """
     held: list[Any] = []
-    for child in module.modules():
+    for child in modules:
         for key, value in vars(child).items():
             if type(value) in _ATOMS or key in _OF_TORCH:
                 continue

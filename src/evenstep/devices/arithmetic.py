@@ -6,12 +6,15 @@ are read only to be compared; evenstep itself obeys none of them.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import itertools
+import operator
 import os
 import platform
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +22,15 @@ from torch.nn import functional
 
 from evenstep.devices.device import Device
 from evenstep.devices.placement import intra_op_threads
-from evenstep.private_torch.compilers import einsum_settings, precision_of, uses_nnpack
+from evenstep.private_torch.compilers import (
+    is_deterministic,
+    mkldnn_is_deterministic,
+    precision_of,
+    uses_mkldnn,
+    uses_nnpack,
+)
+
+_Read = Callable[[], object]
 
 VARIABLES = (
     "DNNL_CPU_ISA_HINTS",
@@ -131,54 +142,52 @@ def _gpu_facts() -> dict[str, str]:
         "the version of CUDA": str(torch.version.cuda),
         "the version of cuDNN": str(backends.cudnn.version()),
         "torch.backends.cudnn.enabled": str(backends.cudnn.enabled),
-        "the float32 precision of CUDA": _spelled(_precisions_on_gpus()),
+        "the float32 precision of CUDA": _precision(*_precisions_on_gpus()),
         **_environment(GPU_VARIABLES),
     }
 
 
 def torch_settings() -> dict[str, str]:
     """Return settings of torch that change which kernels it uses, or how these compute."""
-    return {name: _value_of(read, spell) for name, (read, spell) in _SETTINGS.items()}
+    return {name: _value_of(*setting) for name, setting in _SETTINGS.items()}
 
 
 def settings_now() -> list[object]:
     """Return the same settings as they are read, which is quick enough to do so at each op."""
     try:
-        return [read() for read, _ in _SETTINGS.values()]
+        return [*map(CALL, _READS)]
     except (AttributeError, RuntimeError):
         return [torch_settings()]
 
 
+CALL: Callable[[Any], object]
+CALL = getattr(operator, "call", operator.methodcaller("__call__"))  # new in Python 3.11
+"""Calls a function, past Python's profilers if it is one in C."""
+
 _KINDS = ("matmul", "conv", "rnn")
-_Precisions = Sequence[str]
+_HAS_PRECISIONS = hasattr(torch.backends, "fp32_precision")  # of torch 2.9
+_PRECISIONS: tuple[_Read, ...] = (torch.get_float32_matmul_precision, lambda: False)
+if _HAS_PRECISIONS:
+    _PRECISIONS = tuple(functools.partial(precision_of, "mkldnn", kind) for kind in _KINDS)
 
 
-def _precisions_on_cpus() -> _Precisions:
-    """Return the precision in which each kind of operation computes with float32.
+def _precisions_on_gpus() -> Iterator[object]:
+    if _HAS_PRECISIONS:
+        backends: Any = torch.backends
+        kinds = backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn
+        return (kind.fp32_precision for kind in kinds)
+    return iter((torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32))
+
+
+def _precision(*found: object) -> str:
+    """Spell the precision in which each kind of operation computes with float32.
 
     It can be set in two ways, and torch refuses to read the older one after the newer one.
     """
     if not _HAS_PRECISIONS:
-        return torch.get_float32_matmul_precision(), "False"
-    return [precision_of("mkldnn", kind) for kind in _KINDS]
-
-
-_HAS_PRECISIONS = hasattr(torch.backends, "fp32_precision")  # of torch 2.9
-
-
-def _precisions_on_gpus() -> _Precisions:
-    backends = torch.backends
-    if not _HAS_PRECISIONS:
-        return torch.get_float32_matmul_precision(), str(backends.cudnn.allow_tf32)
-    kinds: Sequence[Any] = backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn
-    return [kind.fp32_precision for kind in kinds]
-
-
-def _spelled(found: _Precisions) -> str:
-    if not _HAS_PRECISIONS:
-        return ", ".join(found)
+        return ", ".join(map(str, found))
     if found[0] == "none":  # as `set_float32_matmul_precision("highest")` has it
-        found = ["ieee", *found[1:]]
+        found = ("ieee", *found[1:])
     return ", ".join(f"{kind} {precision}" for kind, precision in zip(_KINDS, found, strict=True))
 
 
@@ -190,20 +199,27 @@ _ATTENTION = {  # of the CPU, too
 }
 """The kernels that `scaled_dot_product_attention` may choose from."""
 
+_EINSUM = getattr(torch.backends.opt_einsum, "m", torch.backends.opt_einsum)
 
-_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], str]]] = {
-    "the default dtype": (torch.get_default_dtype, str),
-    "the float32 precision": (_precisions_on_cpus, _spelled),
-    "torch.use_deterministic_algorithms": (torch.are_deterministic_algorithms_enabled, str),
-    "torch.backends.mkldnn.enabled": (lambda: torch.backends.mkldnn.enabled, str),
-    "torch.backends.mkldnn.deterministic": (lambda: torch.backends.mkldnn.deterministic, str),
-    "torch.backends.nnpack": (uses_nnpack, str),
-    "torch.backends.opt_einsum": (lambda: tuple(read() for read in einsum_settings), str),
+_SETTINGS: dict[str, tuple[Callable[..., str], tuple[_Read, ...]]] = {
+    "the default dtype": (str, (torch.get_default_dtype,)),
+    "the float32 precision": (_precision, _PRECISIONS),
+    "torch.use_deterministic_algorithms": (str, (is_deterministic,)),
+    "torch.backends.mkldnn.enabled": (str, (uses_mkldnn,)),
+    "torch.backends.mkldnn.deterministic": (str, (mkldnn_is_deterministic,)),
+    "torch.backends.nnpack": (str, (uses_nnpack,)),
+    "torch.backends.opt_einsum": (
+        lambda *found: str(found),
+        tuple(functools.partial(getattr, _EINSUM, name) for name in ("enabled", "strategy")),
+    ),
     "the kernels of scaled_dot_product_attention": (
-        lambda: [name for name, is_allowed in _ATTENTION.items() if is_allowed()],
-        ", ".join,
+        lambda *are_allowed: ", ".join(itertools.compress(_ATTENTION, are_allowed)),
+        tuple(_ATTENTION.values()),
     ),
 }
+"""For each setting, how it is spelled, and what reads it."""
+
+_READS = [read for _, reads in _SETTINGS.values() for read in reads]
 
 
 def _flags() -> dict[str, str]:
@@ -218,9 +234,9 @@ def _flags() -> dict[str, str]:
     return flags
 
 
-def _value_of(read: Callable[[], Any], spell: Callable[[Any], str]) -> str:
+def _value_of(spell: Callable[..., str], reads: Sequence[_Read]) -> str:
     try:
-        return spell(read())
+        return spell(*map(CALL, reads))
     except (AttributeError, RuntimeError) as error:  # settings that contradict each other
         return type(error).__name__
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.autograd import forward_ad
 
 from evenstep.private_torch.names import attribute, private, when_called
@@ -76,31 +77,29 @@ transforms: Any = private("torch._functorch", "eager_transforms", _LEVELS)
 
 # ---- settings
 
-uses_nnpack: Callable[[], bool] = private(
-    "torch._C", "_get_nnpack_enabled", "compare the settings of processes", public_way=lambda: True
-)
-"""Return whether NNPACK may be used."""
 
-precision_of: Callable[[str, str], str] = private(
-    "torch._C",
+def _setting(name: str, public_way: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function in C: one in Python takes ten times as long, and more under a profiler."""
+    purpose = "compare settings of the process, at each op of the first check"
+    found: Callable[..., Any] = private("torch._C", name, purpose, public_way=public_way)
+    return found
+
+
+uses_nnpack = _setting("_get_nnpack_enabled", lambda: True)
+is_deterministic = _setting(
+    "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled
+)
+uses_mkldnn = _setting("_get_mkldnn_enabled", lambda: torch.backends.mkldnn.enabled)
+mkldnn_is_deterministic = _setting(
+    "_get_mkldnn_deterministic", lambda: torch.backends.mkldnn.deterministic
+)
+uses_cudnn = _setting("_get_cudnn_enabled", lambda: torch.backends.cudnn.enabled)
+cudnn_benchmarks = _setting("_get_cudnn_benchmark", lambda: torch.backends.cudnn.benchmark)
+cudnn_is_deterministic = _setting(
+    "_get_cudnn_deterministic", lambda: torch.backends.cudnn.deterministic
+)
+precision_of = _setting(
     "_get_fp32_precision_getter",  # not in torch 2.8
-    "look at a setting at each op of the first check",
-    public_way=lambda backend, op: getattr(getattr(torch.backends, backend), op).fp32_precision,
+    lambda backend, op: getattr(getattr(torch.backends, backend), op).fp32_precision,
 )
-"""Return how a kind of operation of a backend computes with float32."""
-
-einsum_settings: tuple[Callable[[], object], Callable[[], object]] = (
-    private(
-        "torch.backends.opt_einsum",
-        "_get_enabled",
-        "look at a setting at each op of the first check",
-        public_way=lambda: torch.backends.opt_einsum.enabled,
-    ),
-    private(
-        "torch.backends.opt_einsum",
-        "_get_strategy",
-        "look at a setting at each op of the first check",
-        public_way=lambda: torch.backends.opt_einsum.strategy,
-    ),
-)
-"""Return whether `torch.einsum` chooses an order of its products, and how."""
+"""Return the precision in which a kind of operation of a backend computes with float32."""

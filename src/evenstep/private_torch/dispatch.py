@@ -9,6 +9,7 @@ import torch
 
 from evenstep.private_torch.names import attribute, private
 
+_FRAMES = "keep Dynamo from tracing what looks at each op of the first check"
 _NUMBERS = "give each shard the random numbers of its own generator"
 _MODES = "refuse modes around a step, which don't reach the threads that compute shards"
 
@@ -22,15 +23,29 @@ else:
     )
 
 
+_skip_code: Callable[[Any], object] = private(
+    "torch._C._dynamo.eval_frame", "skip_code", _FRAMES, public_way=lambda code: None
+)
+
+
 class OpsMode(TorchDispatchMode):
     """Base of modes that see the ops of the calling thread.
 
     Functions that the user has compiled stay compiled inside. Otherwise Dynamo would skip them,
     there and in every shard after it.
+
+    torch wraps `__torch_dispatch__` for its compiler, which takes as long as a small op. Here
+    Dynamo skips the method instead.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        method: Any = cls.__torch_dispatch__
+        super().__init_subclass__(**options)  # type: ignore[no-untyped-call]
+        _skip_code(method.__code__)
+        cls.__torch_dispatch__ = method  # type: ignore[method-assign]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

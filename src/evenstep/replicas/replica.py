@@ -12,6 +12,7 @@ from evenstep.devices import Device, carry
 from evenstep.errors import InputError, ModelError
 from evenstep.private_torch.modules import has_backward_hooks, own_buffers
 from evenstep.private_torch.tensors import copy_all, rows_of, version_of
+from evenstep.replicas.checks import Members
 
 
 class Replica:
@@ -20,8 +21,9 @@ class Replica:
     Args:
         device: the device that computes on this replica.
         module: the user's module (the home replica) or a copy of it.
-        copied: the user's module if `module` is a copy of it, else None.
+        outer: the `id`s of the user's parameters if `module` is a copy of the user's.
         rules: the rule of every buffer.
+        members: those of `module`, if they are known.
 
     Attributes:
         parameters: the module's parameters in the order of `named_parameters()`, each once.
@@ -33,7 +35,7 @@ class Replica:
         may_accumulate: whether a backward pass may add to the gradients of other shards: not where
             layers have sparse gradients, or hooks on their backward pass, which could see them.
         has_accumulated: whether a backward pass has done so.
-        outer: the `id`s of the parameters of `copied`.
+        outer: as given.
         graph_nodes: how many nodes the graph of a loss has had that was searched for `outer` in
             this step; -1 before the first.
     """
@@ -42,26 +44,28 @@ class Replica:
         self,
         device: Device,
         module: nn.Module,
-        copied: nn.Module | None = None,
+        outer: frozenset[int] = frozenset(),
         rules: Sequence[str] = (),
+        members: Members | None = None,
     ) -> None:
+        members = Members.of(module) if members is None else members
+        modules = [one for _, one in members.modules]
         self.device = device
         self.module = module
-        self.parameters = list(module.parameters())
-        self.buffer_names = [name for name, _ in module.named_buffers()]
-        self.buffers = list(module.buffers())
+        self.parameters = [one for _, one in members.parameters]
+        self.buffer_names = [name for name, _ in members.buffers]
+        self.buffers = [one for _, one in members.buffers]
         self.rules = rules
         self.opening: list[torch.Tensor] = []
         self.given: list[torch.Tensor] | None = None
         self.has_run_backward = False
         self.may_accumulate = not any(
-            getattr(child, "sparse", False) or has_backward_hooks(child)
-            for child in module.modules()
+            getattr(child, "sparse", False) or has_backward_hooks(child) for child in modules
         )
         self.has_accumulated = False
-        self.outer = frozenset(map(id, copied.parameters() if copied is not None else ()))
+        self.outer = outer
         self.graph_nodes = -1
-        self._slots = _buffer_slots(module)
+        self._slots = _buffer_slots(modules, self.buffers)
 
     def open_shard(self) -> None:
         """Reset every buffer to its opening value."""
@@ -336,11 +340,13 @@ def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     return words if whole == len(flat) else words + flat[whole:].sum(dtype=torch.int64)
 
 
-def _buffer_slots(module: nn.Module) -> list[list[tuple[dict[Any, Any], str]]]:
+def _buffer_slots(
+    modules: Sequence[nn.Module], buffers: Sequence[torch.Tensor]
+) -> list[list[tuple[dict[Any, Any], str]]]:
     """Return, for each distinct buffer, the places in the modules that hold it."""
     places: dict[int, list[tuple[dict[Any, Any], str]]] = {}
-    for child in module.modules():
+    for child in modules if buffers else ():
         for key, buffer in own_buffers(child).items():
             if buffer is not None:
                 places.setdefault(id(buffer), []).append((own_buffers(child), key))
-    return [places[id(buffer)] for buffer in module.buffers()]
+    return [places[id(buffer)] for buffer in buffers]

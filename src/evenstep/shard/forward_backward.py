@@ -278,7 +278,8 @@ def weighed(total: torch.Tensor, count: Number, divisor: int) -> tuple[torch.Ten
     return total.double() * weight, count * weight
 
 
-_LEAF: Any = type(torch.ones(1, requires_grad=True).view(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+LEAF: Any = type(torch.ones(1, requires_grad=True).view(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+"""The type of the nodes with which a graph begins, each with a leaf as its `variable`."""
 
 
 def _refuse_early_gradients(replica: Replica) -> None:
@@ -331,7 +332,7 @@ def _refuse_outer_model(total: torch.Tensor, replica: Replica, opened: int) -> N
     count = 0 if last is None else number_of(last) - opened
     if count == replica.graph_nodes:
         return
-    leaves = [node.variable for node in nodes_of(total) if node.__class__ is _LEAF]
+    leaves = [node.variable for node in nodes_of(total) if node.__class__ is LEAF]
     if last is None:
         leaves = [total]
     if not replica.outer.isdisjoint(map(id, leaves)):

@@ -29,7 +29,7 @@ def refuse_own_gradients(replica: Replica, work: ShardWork, objective: ShardObje
     function that ignores the gradient it gets, or by a backward pass inside the forward pass. Every
     shard would add it with the weight that plain torch gives it once.
     """
-    name = _learning_from_nothing(replica, _without_loss(replica, work, objective, []))
+    name = _learning_from_nothing(replica, _without_loss(replica, work, objective))
     if not name:
         return
     sources: list[str] = []
@@ -45,16 +45,20 @@ def refuse_own_gradients(replica: Replica, work: ShardWork, objective: ShardObje
 
 
 def _without_loss(
-    replica: Replica, work: ShardWork, objective: ShardObjective, sources: list[str]
+    replica: Replica,
+    work: ShardWork,
+    objective: ShardObjective,
+    sources: list[str] | None = None,
 ) -> ShardResult:
-    """Compute a shard with a loss of zero; note what makes a gradient out of zeros."""
+    """Compute a shard with a loss of zero; note in `sources` what makes a gradient out of zeros."""
 
     def zeroed(model: Any, batch: Any, examples: int | None) -> Any:
         total, *others = objective(model, batch, examples)
-        if _is_learning([one.grad for one in replica.parameters]):
-            sources.append("a backward pass inside the forward pass or the objective")
-        for node in nodes_of(total):
-            _watch(node, sources)
+        if sources is not None:
+            if _is_learning([one.grad for one in replica.parameters]):
+                sources.append("a backward pass inside the forward pass or the objective")
+            for node in nodes_of(total):
+                _watch(node, sources)
         return total * 0.0, *others
 
     return compute_observed(replica, work, zeroed)

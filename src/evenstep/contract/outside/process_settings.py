@@ -6,17 +6,18 @@ in the user's thread does not reach the lanes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import torch
 
 from evenstep.arithmetic import is_portable, is_portable_here
-from evenstep.devices import settings_now, torch_settings
 from evenstep.devices.accelerator import autocast_kinds
+from evenstep.devices.arithmetic import CALL, settings_now, torch_settings
 from evenstep.devices.forward_mode import refuse_inside_a_level
 from evenstep.errors import ContractError
 from evenstep.limits import Arithmetic
+from evenstep.private_torch.compilers import cudnn_benchmarks, cudnn_is_deterministic, uses_cudnn
 from evenstep.private_torch.dispatch import DeviceContext, OpsMode, dispatch_modes, function_modes
 from evenstep.private_torch.graph import saving_hooks
 from evenstep.private_torch.modules import parametrizations_are_cached
@@ -44,7 +45,7 @@ class ProcessSettings(OpsMode):
     def __init__(self) -> None:
         super().__init__()
         self._before = _settings()
-        self._opening = _readings()
+        self._readings = [_readings()]  # of these settings
         self._changed = ""
 
     def __torch_dispatch__(
@@ -52,7 +53,7 @@ class ProcessSettings(OpsMode):
     ) -> Any:
         """Run one op, and look at the settings that it runs with."""
         self._look()
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs) if kwargs else func(*args)
 
     def refuse_changed(self) -> None:
         """Refuse the shard if it has changed a setting, for an op or for good."""
@@ -69,39 +70,37 @@ class ProcessSettings(OpsMode):
             )
 
     def _look(self) -> None:
-        if not self._changed and _readings() != self._opening:
-            now = _settings()
-            self._changed = next((name for name in now if now[name] != self._before[name]), "")
+        if self._changed or (readings := _readings()) in self._readings:
+            return
+        now = _settings()
+        self._changed = next((name for name in now if now[name] != self._before[name]), "")
+        if not self._changed:
+            self._readings.append(readings)
 
 
 def _settings() -> dict[str, str]:
     """Return the settings by name, for a message."""
-    others = {name: str(read()) for name, read in _OTHERS.items()}
-    return {**torch_settings(), **others}
+    casts = any(map(torch.is_autocast_enabled, autocast_kinds()))
+    return {
+        **torch_settings(),
+        "torch.backends.cudnn": str(tuple(map(CALL, _OF_CUDNN))),
+        _THREADS: str(torch.get_num_threads()),
+        _CASTS: str(casts and torch.is_autocast_cache_enabled()),
+        _PARAMETRIZED: str(parametrizations_are_cached()),
+    }
 
 
 def _readings() -> list[object]:
-    """Return the settings as they are read; they are read at each op."""
-    return [*settings_now(), *(read() for read in _OTHERS.values())]
+    """Return the settings as they are read, at each op."""
+    return [*settings_now(), *map(CALL, _OTHERS)]
 
 
-def _cudnn() -> tuple[bool, ...]:
-    backend = torch.backends.cudnn
-    return backend.enabled, backend.benchmark, backend.deterministic
-
-
-def _casts_are_cached() -> bool:
-    return torch.is_autocast_cache_enabled() and any(
-        map(torch.is_autocast_enabled, autocast_kinds())
-    )
-
-
-_OTHERS: dict[str, Callable[[], object]] = {
-    "torch.backends.cudnn": _cudnn,
-    _THREADS: torch.get_num_threads,
-    _CASTS: _casts_are_cached,
-    _PARAMETRIZED: parametrizations_are_cached,
-}
+_OF_CUDNN = (uses_cudnn, cudnn_benchmarks, cudnn_is_deterministic)
+_OTHERS = (
+    *(*_OF_CUDNN, torch.get_num_threads, torch.is_autocast_cache_enabled),
+    *(functools.partial(torch.is_autocast_enabled, kind) for kind in autocast_kinds()),
+    functools.partial(parametrizations_are_cached),
+)
 
 
 def refuse_modes(device: torch.device, arithmetic: Arithmetic = "torch") -> None:
