@@ -67,7 +67,7 @@ def check_contract(
             refuse_own_gradients(copied, work, objective)
     unjudged = "separable=False was given"
     if separable:
-        unjudged = check_sums(rehearsal, neighbours, compares_gradients=True)
+        unjudged = check_sums(rehearsal, neighbours, copied, compares_gradients=True)
     return ContractReport(time.perf_counter() - began_s, unjudged)
 
 
@@ -103,8 +103,14 @@ def _computed(replica: Replica, work: ShardWork, objective: ShardObjective) -> S
         return None
 
 
-def check_sums(rehearsal: Rehearsal, neighbours: Neighbours, *, compares_gradients: bool) -> str:
-    """Check that the objective adds up over shards.
+def check_sums(
+    rehearsal: Rehearsal,
+    neighbours: Neighbours,
+    copied: Replica | None = None,
+    *,
+    compares_gradients: bool,
+) -> str:
+    """Check that the objective adds up over shards, on a copy of the model.
 
     Behind a weight that starts at zero, terms that compare examples have no effect yet: so this is
     checked in later steps, too.
@@ -117,7 +123,7 @@ def check_sums(rehearsal: Rehearsal, neighbours: Neighbours, *, compares_gradien
     """
     if len(neighbours.shards) < 2:
         return "this process has only one shard of the batch"
-    replica, work = rehearsal.copy() or rehearsal.replica, rehearsal.works[0]
+    replica, work = copied or rehearsal.copy() or rehearsal.replica, rehearsal.works[0]
     with kept(replica), unwritten(replica.module):
         return judge_separability(
             replica, work, neighbours, rehearsal.objective, compares_gradients=compares_gradients

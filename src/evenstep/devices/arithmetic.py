@@ -23,6 +23,7 @@ from torch.nn import functional
 from evenstep.devices.device import Device
 from evenstep.devices.placement import intra_op_threads
 from evenstep.private_torch.compilers import (
+    attention_kernels,
     is_deterministic,
     mkldnn_is_deterministic,
     precision_of,
@@ -152,14 +153,6 @@ def torch_settings() -> dict[str, str]:
     return {name: _value_of(*setting) for name, setting in _SETTINGS.items()}
 
 
-def settings_now() -> list[object]:
-    """Return the same settings as they are read, which is quick enough to do so at each op."""
-    try:
-        return [*map(CALL, _READS)]
-    except (AttributeError, RuntimeError):
-        return [torch_settings()]
-
-
 CALL: Callable[[Any], object]
 CALL = getattr(operator, "call", operator.methodcaller("__call__"))  # new in Python 3.11
 """Calls a function, past Python's profilers if it is one in C."""
@@ -191,14 +184,6 @@ def _precision(*found: object) -> str:
     return ", ".join(f"{kind} {precision}" for kind, precision in zip(_KINDS, found, strict=True))
 
 
-_ATTENTION = {  # of the CPU, too
-    "flash": torch.backends.cuda.flash_sdp_enabled,
-    "efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
-    "math": torch.backends.cuda.math_sdp_enabled,
-    "cudnn": torch.backends.cuda.cudnn_sdp_enabled,
-}
-"""The kernels that `scaled_dot_product_attention` may choose from."""
-
 _EINSUM = getattr(torch.backends.opt_einsum, "m", torch.backends.opt_einsum)
 
 _SETTINGS: dict[str, tuple[Callable[..., str], tuple[_Read, ...]]] = {
@@ -213,13 +198,14 @@ _SETTINGS: dict[str, tuple[Callable[..., str], tuple[_Read, ...]]] = {
         tuple(functools.partial(getattr, _EINSUM, name) for name in ("enabled", "strategy")),
     ),
     "the kernels of scaled_dot_product_attention": (
-        lambda *are_allowed: ", ".join(itertools.compress(_ATTENTION, are_allowed)),
-        tuple(_ATTENTION.values()),
+        lambda *are_allowed: ", ".join(itertools.compress(attention_kernels, are_allowed)),
+        tuple(attention_kernels.values()),
     ),
 }
 """For each setting, how it is spelled, and what reads it."""
 
-_READS = [read for _, reads in _SETTINGS.values() for read in reads]
+READS: tuple[_Read, ...] = tuple(read for _, reads in _SETTINGS.values() for read in reads)
+"""What reads the same settings, quickly enough to do so at each op."""
 
 
 def _flags() -> dict[str, str]:

@@ -98,6 +98,15 @@ cudnn_benchmarks = _setting("_get_cudnn_benchmark", lambda: torch.backends.cudnn
 cudnn_is_deterministic = _setting(
     "_get_cudnn_deterministic", lambda: torch.backends.cudnn.deterministic
 )
+attention_kernels = {
+    "flash": _setting("_get_flash_sdp_enabled", torch.backends.cuda.flash_sdp_enabled),
+    "efficient": _setting(
+        "_get_mem_efficient_sdp_enabled", torch.backends.cuda.mem_efficient_sdp_enabled
+    ),
+    "math": _setting("_get_math_sdp_enabled", torch.backends.cuda.math_sdp_enabled),
+    "cudnn": _setting("_get_cudnn_sdp_enabled", torch.backends.cuda.cudnn_sdp_enabled),
+}
+"""Whether `scaled_dot_product_attention` may choose a kernel, on CPUs, too."""
 precision_of = _setting(
     "_get_fp32_precision_getter",  # not in torch 2.8
     lambda backend, op: getattr(getattr(torch.backends, backend), op).fp32_precision,

@@ -156,7 +156,8 @@ def _copied_tensors(held: Sequence[Any]) -> dict[int, torch.Tensor]:
     These are results of a forward pass that layers keep in attributes, which have a graph, and
     sparse tensors in compressed layouts.
     """
-    leaves: list[Any] = optree.tree_leaves([*held])
+    every: Any = held
+    leaves: list[Any] = optree.tree_leaves(every)
     tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
     return {
         id(one): one.detach().clone()

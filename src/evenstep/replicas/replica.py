@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -338,6 +339,29 @@ def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     whole = len(flat) - len(flat) % per_word
     words = flat[:whole].view(torch.int64).sum()
     return words if whole == len(flat) else words + flat[whole:].sum(dtype=torch.int64)
+
+
+_FEW_BYTES = 1 << 12
+
+
+def sums_of_bits(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the sum of the bits of each dense tensor; those of small tensors at once."""
+    found = [0] * len(tensors)
+    small: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
+    for number, tensor in enumerate(tensors):
+        if tensor.nbytes > _FEW_BYTES or tensor.itemsize == 8:  # whose upper bits count, too
+            found[number] = int(sum_of_bits(tensor))
+        else:
+            bits = as_integers(tensor.detach()).reshape(-1)
+            small.setdefault((bits.device, bits.dtype), []).append((number, bits))
+    for numbered in small.values():
+        numbers, parts = zip(*numbered, strict=True)
+        ends = torch.tensor([*itertools.accumulate(map(len, parts))])
+        until = torch.cat(parts).cumsum(0, dtype=torch.int64).cpu()
+        sums = torch.nn.functional.pad(until, (1, 0))[ends].diff(prepend=ends.new_zeros(1))
+        for number, bits_summed in zip(numbers, sums.tolist(), strict=True):
+            found[number] = bits_summed
+    return found
 
 
 def _buffer_slots(

@@ -13,7 +13,7 @@ import torch
 
 from evenstep.arithmetic import is_portable, is_portable_here
 from evenstep.devices.accelerator import autocast_kinds
-from evenstep.devices.arithmetic import CALL, settings_now, torch_settings
+from evenstep.devices.arithmetic import CALL, READS, torch_settings
 from evenstep.devices.forward_mode import refuse_inside_a_level
 from evenstep.errors import ContractError
 from evenstep.limits import Arithmetic
@@ -45,14 +45,15 @@ class ProcessSettings(OpsMode):
     def __init__(self) -> None:
         super().__init__()
         self._before = _settings()
-        self._readings = [_readings()]  # of these settings
+        self._known = [[*map(CALL, _READS)]]  # what was read of settings that are the same
         self._changed = ""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run one op, and look at the settings that it runs with."""
-        self._look()
+        if [*map(CALL, _READS)] not in self._known:
+            self._look()
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def refuse_changed(self) -> None:
@@ -70,12 +71,12 @@ class ProcessSettings(OpsMode):
             )
 
     def _look(self) -> None:
-        if self._changed or (readings := _readings()) in self._readings:
+        if self._changed:
             return
         now = _settings()
         self._changed = next((name for name in now if now[name] != self._before[name]), "")
         if not self._changed:
-            self._readings.append(readings)
+            self._known.append([*map(CALL, _READS)])
 
 
 def _settings() -> dict[str, str]:
@@ -90,13 +91,9 @@ def _settings() -> dict[str, str]:
     }
 
 
-def _readings() -> list[object]:
-    """Return the settings as they are read, at each op."""
-    return [*settings_now(), *map(CALL, _OTHERS)]
-
-
 _OF_CUDNN = (uses_cudnn, cudnn_benchmarks, cudnn_is_deterministic)
-_OTHERS = (
+_READS = (
+    *READS,
     *(*_OF_CUDNN, torch.get_num_threads, torch.is_autocast_cache_enabled),
     *(functools.partial(torch.is_autocast_enabled, kind) for kind in autocast_kinds()),
     functools.partial(parametrizations_are_cached),
