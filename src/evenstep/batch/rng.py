@@ -55,11 +55,6 @@ class ShardRandomness:
         """Whether a random op has drawn from one of the generators."""
         return bool(self._generators)
 
-    @property
-    def has_drawn(self) -> bool:
-        """Whether a random op has drawn from one of the generators."""
-        return bool(self._generators)
-
     def generator(self, device: torch.device) -> torch.Generator:
         """Return the shard's generator for `device`."""
         if device.type == "cpu":

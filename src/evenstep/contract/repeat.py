@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -69,12 +69,14 @@ def compute_twice(
     compute = functools.partial(compute_observed, replica, work, objective)
     settings = ProcessSettings()
     apart = nullcontext() if home is None else on_copies_alone(home)
-    with unwritten(module), ForeignDraws() as first_draws, settings, apart:
-        first = compute()
+    with unwritten(module), ForeignDraws() as first_draws, apart:
+        first = compute(around=settings)
     settings.refuse_changed()
     moved = nullcontext if home is None else functools.partial(elsewhere, replica)
-    with ForeignDraws() as second_draws, moved():
+    in_backward = settings if first_draws.has_run_in_backward else nullcontext()
+    with ForeignDraws() as second_draws, moved(), in_backward:
         second = compute()
+    settings.refuse_changed()
     refuse_foreign_draws(first_draws, second_draws)
     differing = first_difference(replica, first, second)
     if differing:
@@ -135,8 +137,13 @@ def _refuse_hidden_generators(compute: Callable[[], ShardResult]) -> None:
     refuse_foreign_draws(first, second)
 
 
-def compute_observed(replica: Replica, work: ShardWork, objective: ShardObjective) -> ShardResult:
-    """Compute a shard by itself, and return all that it gives."""
+def compute_observed(
+    replica: Replica,
+    work: ShardWork,
+    objective: ShardObjective,
+    around: AbstractContextManager[object] | None = None,
+) -> ShardResult:
+    """Compute a shard by itself, the objective inside `around`, and return all that it gives."""
     leaves: list[torch.Tensor] = []
     gradients: list[torch.Tensor | None] = []
     values: list[PartialSum] = []
@@ -144,7 +151,8 @@ def compute_observed(replica: Replica, work: ShardWork, objective: ShardObjectiv
     def watched(
         model: nn.Module, batch: Batch, examples: int | None
     ) -> tuple[torch.Tensor, Number]:
-        total, count, *_ = objective(model, batch, examples)
+        with around or nullcontext():
+            total, count, *_ = objective(model, batch, examples)
         leaves.extend(leaves_of(total, replica, batch))
         gradients.extend(leaf.grad for leaf in leaves)
         _give_gradients(leaves, [None] * len(leaves))

@@ -20,6 +20,7 @@ from evenstep.contract.check import ContractReport, check_contract, check_order,
 from evenstep.contract.module_state import kept
 from evenstep.contract.rehearsal import Rehearsal, SentShard
 from evenstep.contract.repeat import compute_observed, digests_of
+from evenstep.devices.process_wide import no_collection
 from evenstep.engine import Engine
 from evenstep.engine.task import is_device_failure
 from evenstep.errors import ContractError, DeviceLostError, WrongSumError, text_of
@@ -215,7 +216,7 @@ class SelfCheck:
         rehearsal = rehearse()
         neighbours = self._neighbours(cut, _spread(cut.part.run), rehearsal.replica)
         separable = self._experiment.separable
-        with self._apart(cut, rehearsal):
+        with self._apart(cut, rehearsal), no_collection():
             home = self._replicas.home
             self.report = check_contract(rehearsal, neighbours, home, separable=separable)
         logger.debug(f"the contract of a step was checked in {self.report.seconds:.3f} s")

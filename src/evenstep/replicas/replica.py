@@ -349,15 +349,17 @@ def sums_of_bits(tensors: Sequence[torch.Tensor]) -> list[int]:
     found = [0] * len(tensors)
     small: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
     for number, tensor in enumerate(tensors):
-        if tensor.nbytes > _FEW_BYTES or tensor.itemsize == 8:  # whose upper bits count, too
+        is_wide = tensor.itemsize == 8 or tensor.is_complex()  # then the upper bits count, too
+        if is_wide or tensor.nbytes > _FEW_BYTES:
             found[number] = int(sum_of_bits(tensor))
         else:
-            bits = as_integers(tensor.detach()).reshape(-1)
-            small.setdefault((bits.device, bits.dtype), []).append((number, bits))
+            flat = tensor.detach().reshape(-1)
+            small.setdefault((flat.device, flat.dtype), []).append((number, flat))
     for numbered in small.values():
         numbers, parts = zip(*numbered, strict=True)
+        bits = as_integers(torch.cat(parts))
         ends = torch.tensor([*itertools.accumulate(map(len, parts))])
-        until = torch.cat(parts).cumsum(0, dtype=torch.int64).cpu()
+        until = bits.cumsum(0, dtype=torch.int64).cpu()
         sums = torch.nn.functional.pad(until, (1, 0))[ends].diff(prepend=ends.new_zeros(1))
         for number, bits_summed in zip(numbers, sums.tolist(), strict=True):
             found[number] = bits_summed

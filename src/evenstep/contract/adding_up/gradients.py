@@ -133,20 +133,22 @@ def refuse_other_sum(
     are the gradients of.
     """
     names = [name for name, one in replica.module.named_parameters() if one.requires_grad]
-    noise = tolerance * max(map(_typical_size, together))
+    lengths = [0.0 if one is None else _length(one) for one in together]
+    noise = tolerance * max(map(_typical_size, together, lengths))
     size = math.hypot(*(_length(one.detach()) for one in replica.parameters))
     least = tolerance * abs(loss) / max(size, 1e-30)
     worst, worst_name = 1.0, ""
-    for name, whole, *parts in zip(names, together, *apart, strict=True):
-        signed = [(whole, -1), *((part, 1) for part in parts)]
-        every = [(one, sign) for one, sign in signed if one is not None]
+    for name, whole, length, *parts in zip(names, together, lengths, *apart, strict=True):
+        every = [one for one in (whole, *parts) if one is not None]
         if not every:
             continue
-        if len({one.layout for one, _ in every}) > 1:
-            every = [(one.to_dense() if one.is_sparse else one, sign) for one, sign in every]
-        difference = _length(functools.reduce(torch.add, [one * sign for one, sign in every]))
-        allowed = min(_MOST, _LARGER * tolerance) * sum(_length(one) for one, _ in every)
-        allowed += noise * every[0][0].numel() ** 0.5 + least
+        if len({one.layout for one in every}) > 1:
+            every = [one.to_dense() if one.is_sparse else one for one in every]
+        first, others = (None, every) if whole is None else (every[0], every[1:])
+        total = functools.reduce(torch.add, others) if others else None
+        difference = length if total is None else _length(total if first is None else total - first)
+        allowed = min(_MOST, _LARGER * tolerance) * (length + sum(map(_length, others)))
+        allowed += noise * every[0].numel() ** 0.5 + least
         if difference > worst * allowed:
             worst, worst_name = difference / allowed, name
     if worst_name:
@@ -161,13 +163,14 @@ def refuse_other_sum(
         )
 
 
-def _typical_size(gradient: torch.Tensor | None) -> float:
-    """Return the root mean square of a gradient; zero if it is not finite."""
-    size = 0.0 if gradient is None else _length(gradient) / max(1, gradient.numel()) ** 0.5
+def _typical_size(gradient: torch.Tensor | None, length: float) -> float:
+    """Return the root mean square of a gradient of a length; zero if it is not finite."""
+    size = 0.0 if gradient is None else length / max(1, gradient.numel()) ** 0.5
     return size if math.isfinite(size) else 0.0
 
 
 def _length(gradient: Any) -> float:
     numbers = gradient.coalesce().values() if gradient.is_sparse else gradient
-    wide = torch.promote_types(numbers.dtype, torch.float32)
-    return float(torch.linalg.vector_norm(numbers.to(wide)))
+    if numbers.dtype is not torch.float32:
+        numbers = numbers.to(torch.promote_types(numbers.dtype, torch.float32))
+    return float(torch.linalg.vector_norm(numbers))

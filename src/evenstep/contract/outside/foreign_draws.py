@@ -21,6 +21,7 @@ import torch
 
 from evenstep.batch.rng import default_generator, is_autograds_thread, watched_generators
 from evenstep.errors import ContractError
+from evenstep.private_torch.graph import is_in_backward
 
 _UNNOTICED = {"torch", "tempfile", "uuid", "email", "logging", "multiprocessing", "asyncio"}
 """Packages whose own draws (names of files, delays) don't reach what a shard computes."""
@@ -66,11 +67,14 @@ class ForeignDraws:
 
     Attributes:
         found: the draws, each place once, in their order.
+        has_run_in_backward: whether Python code has run in a backward pass (of a hook, a function
+            of the user's, a mode), or whether that is unknown, since something else profiles.
     """
 
     def __init__(self, *, thorough: bool = False) -> None:
         self._thorough = thorough
         self.found: list[ForeignDraw] = []
+        self.has_run_in_backward = False
         self._thread = 0
         self._opened = contextlib.ExitStack()
 
@@ -80,7 +84,8 @@ class ForeignDraws:
             self._thread = threading.get_ident()
             opened.enter_context(_watched_numpy(self, thorough=self._thorough))
             opened.enter_context(watched_generators(self._run))
-            if sys.getprofile() is None:  # do not replace another profiler
+            self.has_run_in_backward = sys.getprofile() is not None
+            if not self.has_run_in_backward:  # do not replace another profiler
                 sys.setprofile(self._profile)
                 opened.callback(sys.setprofile, None)
             self._opened = opened.pop_all()
@@ -103,6 +108,8 @@ class ForeignDraws:
     def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
         """Note a draw from one of Python's generators; called by Python for each call."""
         if event != "c_call":
+            if event == "call" and not self.has_run_in_backward:
+                self.has_run_in_backward = is_in_backward()
             return
         generator = getattr(argument, "__self__", None)
         if isinstance(generator, random.Random) and argument.__name__ in ("random", "getrandbits"):
