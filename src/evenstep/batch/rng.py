@@ -221,10 +221,9 @@ def _ops_that_draw() -> Iterator[Any]:
             continue
         if any(dispatch.has_kernel(name, key) for key in (*_COMPOSITES, "BackendSelect")):
             continue
-        packet, _, overload = name.removeprefix("aten::").partition(".")
-        op = getattr(getattr(torch.ops.aten, packet), overload or "default")
-        if torch.Tag.nondeterministic_seeded in op.tags:
-            yield op
+        if torch.Tag.nondeterministic_seeded in dispatch.tags_of(name):
+            packet, _, overload = name.removeprefix("aten::").partition(".")
+            yield getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
 def _draw(op: Any, behind: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:

@@ -27,9 +27,10 @@ from evenstep.contract.outside.outer_module import on_copies_alone
 from evenstep.contract.outside.process_settings import ProcessSettings
 from evenstep.contract.rehearsal import cloned
 from evenstep.errors import ContractError
+from evenstep.private_torch.graph import next_number
 from evenstep.replicas import Replica, written_error
 from evenstep.replicas.replica import same_bits, strided_parts
-from evenstep.shard.forward_backward import Leaf, ShardWork, compute_shard
+from evenstep.shard.forward_backward import Leaf, ShardWork, compute_shard, nodes_since
 from evenstep.shard.loss import Number, ShardObjective
 from evenstep.shard.partial_sum import PartialSum, add
 
@@ -151,9 +152,12 @@ def compute_observed(
     def watched(
         model: nn.Module, batch: Batch, examples: int | None
     ) -> tuple[torch.Tensor, Number]:
+        opened = next_number()
         with around or nullcontext():
             total, count, *_ = objective(model, batch, examples)
         leaves.extend(leaves_of(total, replica, batch))
+        if replica.outer.isdisjoint(map(id, leaves)):  # so nothing need look for them again
+            replica.graph_nodes = nodes_since(total, opened)
         gradients.extend(leaf.grad for leaf in leaves)
         _give_gradients(leaves, [None] * len(leaves))
         return total, count
@@ -210,8 +214,8 @@ def digests_of(replica: Replica, result: ShardResult) -> dict[str, str]:
 
 def _named(replica: Replica, value: PartialSum) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Yield the gradients and buffers of a shard, each with its name in messages."""
-    names = [f"the gradient of {name}" for name, _ in replica.module.named_parameters()]
-    names += [f"the buffer {name}" for name, _ in replica.module.named_buffers()]
+    names = [f"the gradient of {name}" for name in replica.names]
+    names += [f"the buffer {name}" for name in replica.buffer_names]
     yield from zip(names, [*value.gradients, *value.buffers], strict=False)
 
 

@@ -139,15 +139,19 @@ def copy_with_strides(tensor: torch.Tensor, offset: int = 0) -> torch.Tensor:
 
 
 def copy_in_page(tensor: torch.Tensor, begin: int) -> torch.Tensor:
-    """Return such a copy that begins `begin` bytes behind a multiple of 4,096 bytes."""
+    """Return such a copy, a view, that begins `begin` bytes behind a multiple of 4,096 bytes."""
     source = _in_memory(tensor)
     memory = source.new_empty(PAGE // source.itemsize + _extent(source))
-    return _copied(tensor, source, memory, (begin - memory.data_ptr()) % PAGE // source.itemsize)
+    offset = (begin - memory.data_ptr()) % PAGE // source.itemsize
+    memory.as_strided(source.shape, source.stride(), offset).copy_(source)
+    return memory.as_strided(tensor.shape, tensor.stride(), offset)
 
 
 def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements of a tensor in memory: an expanded one has fewer than it shows."""
-    source = tensor.detach().resolve_conj().resolve_neg()
+    source = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        source = source.resolve_conj().resolve_neg()
     for dim, stride in enumerate(source.stride()):
         if stride == 0 and source.shape[dim] > 1:
             source = source.narrow(dim, 0, 1)

@@ -86,6 +86,27 @@ has_kernel: Callable[[str, str], bool] = private(
 )
 """Return whether an op, given by its name, has a kernel for a key."""
 
+
+def _loaded(name: str, overload: str) -> tuple[object, object, Sequence[torch.Tag]]:
+    namespace, _, packet = name.partition("::")
+    found = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+    return None, None, found.tags
+
+
+_overload_of: Callable[[str, str], tuple[Any, Any, Sequence[torch.Tag]]] = private(
+    "torch._C", "_get_operation_overload", _NUMBERS, public_way=_loaded
+)
+
+
+def tags_of(name: str) -> Sequence[torch.Tag]:
+    """Return the tags of an op, given by its name.
+
+    `torch.ops` makes an object of an op when it is first named, which takes twenty times as long.
+    """
+    packet, _, overload = name.partition(".")
+    return _overload_of(packet, overload)[2]
+
+
 keys_after: Callable[[Any], Any] = private("torch._C", "_dispatch_keyset_full_after", _NUMBERS)
 """Return the keys of the kernels that a call reaches behind that of a key."""
 

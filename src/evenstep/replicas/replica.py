@@ -28,6 +28,7 @@ class Replica:
 
     Attributes:
         parameters: the module's parameters in the order of `named_parameters()`, each once.
+        names: the names of the parameters.
         buffer_names: the names of the buffers.
         buffers: the replica's own buffer tensors, in the order of `named_buffers()`.
         opening: the values that the buffers have when a shard starts, in this replica's memory.
@@ -53,6 +54,7 @@ class Replica:
         modules = [one for _, one in members.modules]
         self.device = device
         self.module = module
+        self.names = [name for name, _ in members.parameters]
         self.parameters = [one for _, one in members.parameters]
         self.buffer_names = [name for name, _ in members.buffers]
         self.buffers = [one for _, one in members.buffers]
@@ -284,7 +286,7 @@ def refuse_gradients_in_flight(home: Replica) -> None:
 
 
 def _name_of(replica: Replica, number: int) -> str:
-    return [name for name, _ in replica.module.named_parameters()][number]
+    return replica.names[number]
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -329,7 +329,7 @@ def _refuse_outer_model(total: torch.Tensor, replica: Replica, opened: int) -> N
         opened: the number of the first node that the shard makes.
     """
     last: Any = total.grad_fn
-    count = 0 if last is None else number_of(last) - opened
+    count = nodes_since(total, opened)
     if count == replica.graph_nodes:
         return
     leaves = [node.variable for node in nodes_of(total) if node.__class__ is LEAF]
@@ -339,6 +339,11 @@ def _refuse_outer_model(total: torch.Tensor, replica: Replica, opened: int) -> N
         reached = "a parameter of the model itself"
         raise _outer_model_error(replica, reached, OuterModelError)
     replica.graph_nodes = count
+
+
+def nodes_since(total: torch.Tensor, opened: int) -> int:
+    """Return how many nodes the calling thread has made since number `opened`, up to a loss."""
+    return 0 if total.grad_fn is None else number_of(total.grad_fn) - opened
 
 
 def _outer_model_error(

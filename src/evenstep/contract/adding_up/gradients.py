@@ -90,8 +90,8 @@ def _is_learning(gradients: Gradients) -> bool:
 
 def _learning_from_nothing(replica: Replica, result: ShardResult) -> str:
     """Return the first parameter with a gradient that is not zero; an empty text if none has."""
-    named = zip(replica.module.named_parameters(), result.value.gradients, strict=True)
-    return next((name for (name, _), gradient in named if _is_learning([gradient])), "")
+    named = zip(replica.names, result.value.gradients, strict=True)
+    return next((name for name, gradient in named if _is_learning([gradient])), "")
 
 
 def gradients_of(replica: Replica, total: torch.Tensor, divisor: int) -> Gradients | None:
@@ -132,7 +132,8 @@ def refuse_other_sum(
     `tolerance` is the relative difference that a sum of losses may have; `loss` is what `together`
     are the gradients of.
     """
-    names = [name for name, one in replica.module.named_parameters() if one.requires_grad]
+    named = zip(replica.names, replica.parameters, strict=True)
+    names = [name for name, one in named if one.requires_grad]
     lengths = [0.0 if one is None else _length(one) for one in together]
     noise = tolerance * max(map(_typical_size, together, lengths))
     size = math.hypot(*(_length(one.detach()) for one in replica.parameters))
