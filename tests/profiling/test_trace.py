@@ -1,11 +1,15 @@
 """Traces: what Perfetto and chrome://tracing can open, of the newest spans."""
 
+import gc
 import json
 import threading
+import tracemalloc
 
 import pytest
 import torch
+from torch import nn
 
+import evenstep
 from evenstep.engine import Engine, InlineLanes, ThreadLanes
 from evenstep.errors import SaveError
 from evenstep.profiling.trace import Span, Trace
@@ -78,6 +82,71 @@ def test_memory_is_bounded_and_what_was_dropped_is_counted(tmp_path):
         assert trace.dropped == max(0, number - 2)
     assert [span.name for span in trace.spans] == ["7", "8", "9"]
     assert saved(trace, tmp_path)["otherData"]["dropped_spans"] == 7
+
+
+ODD = [
+    Span("steps", "step 12", "step", 1.0, 2.0, {"step": 12}),
+    Span(3, "copy shards [2,10)", "copy", 1.0, 2.0, {"step": 0, "stolen": True, "late": False}),
+    Span(0, "007 of {0} at 3.50, -1", "compute", 0.1, 0.3, None),
+    Span(0, "12345678901234567890", "compute", 1.0, 1.0, {"step": -5}),
+    Span(1, "", "", 1.0, 2.0, {"x": 2**40}),
+    Span(1, "shard 1", "compute", 1.0, 2.0, {"x": 0.5, "y": "text", "z": None}),
+    Span(1, "1 2 3 4 5 6 7", "compute", 1.0, 2.0, {"step": 1}),
+]
+
+
+def test_spans_come_back_as_they_were_added():
+    trace = Trace(ROWS)
+    for _ in range(300):  # more than a block
+        for one in ODD:
+            trace.add(one)
+    assert repr(trace.spans) == repr(ODD * 300)  # where True is not 1
+
+
+def test_names_without_end_are_dropped_as_objects_are():
+    trace = Trace(ROWS)
+    for number in range(1500):
+        trace.add(span("x" * number))
+    assert [len(one.name) for one in trace.spans][-1000:] == [*range(500, 1500)]
+
+
+def test_a_step_leaves_less_than_an_object_in_the_trace():
+    """At 1,000 bytes a step, five thousand steps of eight shards are 5 MB."""
+    model = nn.Linear(4, 2)
+    optimizer, X, y = torch.optim.SGD(model.parameters()), torch.ones(16, 4), torch.arange(16) % 2
+    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), devices=2) as trainer:
+
+        def kept_after(steps):
+            for _ in range(steps):
+                trainer.step(X, y)
+            assert trainer.trace.spans
+            gc.collect()
+            return len(gc.get_objects()), tracemalloc.get_traced_memory()[0]
+
+        tracemalloc.start()
+        try:
+            kept_after(64)
+            objects, nbytes = kept_after(64)
+            more_objects, more_bytes = kept_after(640)
+        finally:
+            tracemalloc.stop()
+    assert more_objects - objects < 64
+    assert more_bytes - nbytes < 640 * 1000
+
+
+def test_a_full_trace_takes_less_than_5_mb():
+    trace = Trace(ROWS)
+    tracemalloc.start()
+    try:
+        for number in range(100_000):
+            trace.add(span(f"shard {number % 8}", step=number, shard=number % 8))
+            if number % 50 == 0:
+                trace.add(span("task", place="line 1"))
+        nbytes = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert trace.dropped
+    assert nbytes < 5e6
 
 
 def test_a_story_may_hold_what_json_does_not_know(tmp_path):
