@@ -105,7 +105,7 @@ _EXPORTS = {
     "evenstep.profiling": "",
     "evenstep.recording": "LEVELS Recorder record",
     "evenstep.replicas": """
-        JUDGE OptimizerProxy Replica Replicas StandIn align_state check_followed
+        JUDGE Members OptimizerProxy Replica Replicas StandIn align_state check_followed
         check_trainable complete hookable inner_optimizers is_left is_plain_value
         layer_settings move_home note_left optimizer_settings original_of own_gradients
         plain_attributes python_number refuse_gradients_in_flight refuse_strangers

@@ -209,7 +209,7 @@ def test_a_destructor_may_read_the_trace():
             read.append(len(trace.spans))
             return self.pop(0)
 
-    trace._kept = Reading()
+    trace._others = Reading()
     for number in range(3):
-        trace.add(Span(0, str(number), "compute", 0.0, 0.0, None))
+        trace.add(Span(0, str(number), "compute", 0.0, 0.0, {"who": object()}))
     assert read == [2, 2]

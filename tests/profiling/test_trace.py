@@ -1,13 +1,16 @@
 """Traces: what Perfetto and chrome://tracing can open, of the newest spans."""
 
+import gc
 import json
 import threading
+import tracemalloc
 
 import pytest
 import torch
 
 from evenstep.engine import Engine, InlineLanes, ThreadLanes
 from evenstep.errors import SaveError
+from evenstep.profiling.clock import NodeTime, ShardTime, StepClock, Timekeeper
 from evenstep.profiling.trace import Span, Trace
 from patience import HUNG_TESTS_ABORT
 
@@ -78,6 +81,58 @@ def test_memory_is_bounded_and_what_was_dropped_is_counted(tmp_path):
         assert trace.dropped == max(0, number - 2)
     assert [span.name for span in trace.spans] == ["7", "8", "9"]
     assert saved(trace, tmp_path)["otherData"]["dropped_spans"] == 7
+
+
+ODD = [
+    Span("steps", "step 12", "step", 1.0, 2.0, {"step": 12}),
+    Span(3, "copy shards [2,10)", "copy", 1.0, 2.0, {"step": 0, "stolen": True, "late": False}),
+    Span(0, "007 of {0} at 3.50, -1", "compute", 0.1, 0.3, None),
+    Span(0, "12345678901234567890", "compute", 1.0, 1.0, {"step": -5}),
+    Span(1, "", "", 1.0, 2.0, {"x": 2**40}),
+    Span(1, "shard 1", "compute", 1.0, 2.0, {"x": 0.5, "y": "text", "z": None}),
+    Span(1, "1 2 3 4 5 6 7", "compute", 1.0, 2.0, {"step": 1}),
+]
+
+
+def test_spans_come_back_as_they_were_added():
+    trace = Trace(ROWS)
+    for _ in range(300):  # more than a block
+        for one in ODD:
+            trace.add(one)
+    assert repr(trace.spans) == repr(ODD * 300)  # where True is not 1
+
+
+def test_names_without_end_are_dropped_as_objects_are():
+    trace = Trace(ROWS)
+    for number in range(1500):
+        trace.add(span("x" * number))
+    assert [len(one.name) for one in trace.spans][-1000:] == [*range(500, 1500)]
+
+
+def test_a_full_trace_of_steps_takes_less_than_5_mb_in_few_objects():
+    trace = Trace(ROWS)
+    timekeeper = Timekeeper(trace, ROWS[:2])
+
+    def take(steps):
+        for number in range(steps):
+            shards = [ShardTime(0, shard, shard == 7, 1.0, 2.0) for shard in range(8)]
+            nodes = [NodeTime(1, 0, 2, 1.0, 2.0) for _ in range(5)]
+            clock = StepClock(1.0, shards, nodes, (0, 2.0, 2.5))
+            timekeeper.ended.append((number, clock))
+            timekeeper.add_up()
+        gc.collect()
+        return len(gc.get_objects())
+
+    objects = take(10)
+    tracemalloc.start()
+    try:
+        more_objects = take(6000)
+        nbytes = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert trace.dropped
+    assert more_objects - objects < 500
+    assert nbytes < 4.5e6  # and what the 1,000 spans take that are kept as objects
 
 
 def test_a_story_may_hold_what_json_does_not_know(tmp_path):

@@ -12,7 +12,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -51,6 +51,11 @@ class ShardRandomness:
     def __exit__(self, *_: object) -> None:
         _HERE.randomness = self._outer
 
+    @property
+    def has_drawn(self) -> bool:
+        """Whether a random op has drawn from one of the generators."""
+        return bool(self._generators)
+
     def generator(self, device: torch.device) -> torch.Generator:
         """Return the shard's generator for `device`; all accelerators draw from one sequence."""
         if device.type == "cpu":
@@ -78,15 +83,19 @@ def _callers_randomness(device: torch.device) -> ShardRandomness | None:
             the shard is not known. (On an accelerator, it is a backward pass of the user's own.)
     """
     found: ShardRandomness | None = getattr(_HERE, "randomness", None)
-    if found is not None or device.type != "cpu" or not is_in_backward():
-        return found
-    if threading.get_ident() not in {thread.ident for thread in threading.enumerate()}:
+    if found is None and device.type == "cpu" and is_autograds_thread():
         raise ModelError(
             "random numbers are drawn in a backward pass inside more than 60 others, which "
             "autograd runs in a thread of its own: use torch.utils.checkpoint with "
             "use_reentrant=False"
         )
-    return None
+    return found
+
+
+def is_autograds_thread() -> bool:
+    """Whether the calling thread was started by autograd, for a part of a backward pass."""
+    here = threading.get_ident()
+    return is_in_backward() and here not in {thread.ident for thread in threading.enumerate()}
 
 
 def is_in_shard() -> bool:
@@ -164,6 +173,37 @@ _routes: list[torch.library.Library] = []
 _ROUTING = threading.Lock()
 
 
+class _Watch(NamedTuple):
+    """What runs the random ops of a thread that are given a generator."""
+
+    thread: int
+    run: Callable[[torch.Generator, Callable[[], Any]], Any]
+
+    @property
+    def is_for_here(self) -> bool:
+        return self.thread == threading.get_ident() or is_autograds_thread()
+
+
+_watches: list[_Watch] = []
+
+
+@contextmanager
+def watched_generators(run: Callable[[torch.Generator, Callable[[], Any]], Any]) -> Iterator[None]:
+    """Inside `with`, random ops of the calling thread that are given a generator are run by `run`.
+
+    So are those of autograd's threads. `run` gets the generator and a function that runs the op,
+    whose result it returns.
+    """
+    if not _routes:
+        _route_random_ops()
+    watch = _Watch(threading.get_ident(), run)
+    _watches.append(watch)
+    try:
+        yield
+    finally:
+        _watches.remove(watch)
+
+
 def _route_random_ops() -> None:
     """Let every op that draws look up the generator of its calling thread; once in a process.
 
@@ -187,17 +227,19 @@ def _ops_that_draw() -> Iterator[Any]:
             continue
         if any(dispatch.has_kernel(name, key) for key in (*_COMPOSITES, "BackendSelect")):
             continue
-        packet, _, overload = name.removeprefix("aten::").partition(".")
-        op = getattr(getattr(torch.ops.aten, packet), overload or "default")
-        if torch.Tag.nondeterministic_seeded in op.tags:
-            yield op
+        if torch.Tag.nondeterministic_seeded in dispatch.tags_of(name):
+            packet, _, overload = name.removeprefix("aten::").partition(".")
+            yield getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
 def _draw(op: Any, behind: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a random op behind this kernel; inside a shard, with the shard's generator."""
     run = functools.partial(op.redispatch, keys & behind)
-    if _has_generator(args, kwargs):
-        return run(*args, **kwargs)
+    given = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Generator)]
+    if given:
+        watch = next((watch for watch in _watches if watch.is_for_here), None)
+        run = functools.partial(run, *args, **kwargs)
+        return run() if watch is None else watch.run(given[0], run)
     device = _device_of(args, kwargs)
     randomness = _callers_randomness(device)
     if randomness is None:
@@ -226,10 +268,6 @@ def _is_off(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     position = names.index("dropout_p")
     given = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
     return bool(given == 0.0)
-
-
-def _has_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values()))
 
 
 def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:

@@ -42,11 +42,12 @@ class ContractReport:
 
 
 def check_contract(
-    rehearsal: Rehearsal, neighbours: Neighbours, *, separable: bool
+    rehearsal: Rehearsal, neighbours: Neighbours, home: Replica, *, separable: bool
 ) -> ContractReport:
     """Check the code of a training; called in the lane of the first device.
 
-    Unless `separable`, an objective that doesn't add up over the shards is accepted.
+    Unless `separable`, an objective that doesn't add up over the shards is accepted. `home` is the
+    replica that is the user's module.
 
     Raises:
         ContractError: the contract is broken; the message names what breaks it.
@@ -57,7 +58,7 @@ def check_contract(
     with kept(replica):
         copied = rehearsal.copy()
         first, second = compute_twice(
-            copied or replica, work, objective, is_copy=copied is not None
+            copied or replica, work, objective, home=None if copied is None else home
         )
         refuse_strange_leaves(first.leaves, second.leaves, objective)
         if copied is not None and len(rehearsal.works) > 1:
@@ -66,7 +67,7 @@ def check_contract(
             refuse_own_gradients(copied, work, objective)
     unjudged = "separable=False was given"
     if separable:
-        unjudged = check_sums(rehearsal, neighbours, compares_gradients=True)
+        unjudged = check_sums(rehearsal, neighbours, copied, compares_gradients=True)
     return ContractReport(time.perf_counter() - began_s, unjudged)
 
 
@@ -102,8 +103,14 @@ def _computed(replica: Replica, work: ShardWork, objective: ShardObjective) -> S
         return None
 
 
-def check_sums(rehearsal: Rehearsal, neighbours: Neighbours, *, compares_gradients: bool) -> str:
-    """Check that the objective adds up over shards.
+def check_sums(
+    rehearsal: Rehearsal,
+    neighbours: Neighbours,
+    copied: Replica | None = None,
+    *,
+    compares_gradients: bool,
+) -> str:
+    """Check that the objective adds up over shards, on a copy of the model.
 
     Behind a weight that starts at zero, terms that compare examples have no effect yet: so this is
     checked in later steps, too.
@@ -116,7 +123,7 @@ def check_sums(rehearsal: Rehearsal, neighbours: Neighbours, *, compares_gradien
     """
     if len(neighbours.shards) < 2:
         return "this process has only one shard of the batch"
-    replica, work = rehearsal.copy() or rehearsal.replica, rehearsal.works[0]
+    replica, work = copied or rehearsal.copy() or rehearsal.replica, rehearsal.works[0]
     with kept(replica), unwritten(replica.module):
         return judge_separability(
             replica, work, neighbours, rehearsal.objective, compares_gradients=compares_gradients

@@ -15,7 +15,7 @@ from torch import nn
 from evenstep.batch import Batch
 from evenstep.errors import ContractError
 from evenstep.replicas import Replica
-from evenstep.shard.forward_backward import nodes_of
+from evenstep.shard.forward_backward import LEAF, nodes_of
 
 
 def leaves_of(total: torch.Tensor, replica: Replica, batch: Batch) -> list[torch.Tensor]:
@@ -29,8 +29,7 @@ def graph_leaves(total: torch.Tensor) -> list[torch.Tensor]:
     """Return the tensors with which the graph of a tensor begins: itself if it is one."""
     if total.grad_fn is None and total.requires_grad:
         return [total]
-    leaves = (getattr(node, "variable", None) for node in nodes_of(total))
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return [node.variable for node in nodes_of(total) if node.__class__ is LEAF]
 
 
 def refuse_strange_leaves(

@@ -15,7 +15,7 @@ from torch import nn
 from evenstep.devices.addresses import ALIGNMENT, PAGE, copy_in_page, is_alone, rounding
 from evenstep.private_torch.tensors import version_of
 from evenstep.replicas import Replica, StandIn
-from evenstep.replicas.replica import same_bits, sum_of_bits
+from evenstep.replicas.replica import same_bits, sums_of_bits
 
 _INTERNALS = frozenset(nn.Module().__dict__)
 _ALIGNMENT_OF_A_GPU = 512  # bytes
@@ -71,9 +71,11 @@ def parameter_marks(module: nn.Module) -> dict[str, tuple[int, ...]]:
     The sum of its bits notices what the version counter does not, such as a write to
     `parameter.data`.
     """
+    named = dict(module.named_parameters())
+    sums = sums_of_bits([*named.values()])
     return {
-        name: (version_of(parameter), parameter.data_ptr(), int(sum_of_bits(parameter)))
-        for name, parameter in module.named_parameters()
+        name: (version_of(parameter), parameter.data_ptr(), bits)
+        for (name, parameter), bits in zip(named.items(), sums, strict=True)
     }
 
 
@@ -170,10 +172,13 @@ def _find_counts(path: Path, ours: Any, theirs: Any, found: list[Path]) -> None:
 
 
 _ATOMS = (nn.Module, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, torch.Tensor)
+_PLAIN = {bool, int, float, str, type(None)}
 _DEPTH = 2  # of objects within objects
 
 
 def _copied(value: Any, depth: int = _DEPTH) -> Any:
+    if type(value) in _PLAIN:
+        return value
     return optree.tree_map(lambda leaf: _copied_leaf(leaf, depth), value, none_is_leaf=True)
 
 

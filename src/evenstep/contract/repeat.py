@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -23,12 +23,14 @@ from evenstep.contract.module_state import (
     parameter_marks,
 )
 from evenstep.contract.outside.foreign_draws import ForeignDraws, refuse_foreign_draws
+from evenstep.contract.outside.outer_module import on_copies_alone
 from evenstep.contract.outside.process_settings import ProcessSettings
 from evenstep.contract.rehearsal import cloned
 from evenstep.errors import ContractError
+from evenstep.private_torch.graph import next_number
 from evenstep.replicas import Replica, written_error
 from evenstep.replicas.replica import same_bits, strided_parts
-from evenstep.shard.forward_backward import Leaf, ShardWork, compute_shard
+from evenstep.shard.forward_backward import Leaf, ShardWork, compute_shard, nodes_since
 from evenstep.shard.loss import Number, ShardObjective
 from evenstep.shard.partial_sum import PartialSum, add
 
@@ -52,11 +54,12 @@ class ShardResult:
 
 
 def compute_twice(
-    replica: Replica, work: ShardWork, objective: ShardObjective, *, is_copy: bool
+    replica: Replica, work: ShardWork, objective: ShardObjective, *, home: Replica | None
 ) -> tuple[ShardResult, ShardResult]:
     """Compute a shard twice and compare the bits.
 
-    On a copy of the model, parameters and buffers lie at other addresses the second time.
+    On a copy of the model, parameters and buffers lie at other addresses the second time. `home`
+    has the model that it was copied from; None for the model itself.
 
     Raises:
         ContractError: the results differ, a parameter was written, a setting of the process was
@@ -66,16 +69,19 @@ def compute_twice(
     attributes = attributes_of(module)
     compute = functools.partial(compute_observed, replica, work, objective)
     settings = ProcessSettings()
-    with unwritten(module), ForeignDraws() as first_draws, settings:
-        first = compute()
+    apart = nullcontext() if home is None else on_copies_alone(home)
+    with unwritten(module), ForeignDraws() as first_draws, apart:
+        first = compute(around=settings)
     settings.refuse_changed()
-    moved = functools.partial(elsewhere, replica) if is_copy else nullcontext
-    with ForeignDraws() as second_draws, moved():
+    moved = nullcontext if home is None else functools.partial(elsewhere, replica)
+    in_backward = settings if first_draws.has_run_in_backward else nullcontext()
+    with ForeignDraws() as second_draws, moved(), in_backward:
         second = compute()
+    settings.refuse_changed()
     refuse_foreign_draws(first_draws, second_draws)
     differing = first_difference(replica, first, second)
     if differing:
-        if is_copy:
+        if home is not None:
             _refuse_rounding_by_address(replica, compute, first, second)
         _refuse_hidden_generators(compute)
         raise repeat_error(differing, changed_attributes(attributes, first.attributes))
@@ -132,8 +138,13 @@ def _refuse_hidden_generators(compute: Callable[[], ShardResult]) -> None:
     refuse_foreign_draws(first, second)
 
 
-def compute_observed(replica: Replica, work: ShardWork, objective: ShardObjective) -> ShardResult:
-    """Compute a shard by itself, and return all that it gives."""
+def compute_observed(
+    replica: Replica,
+    work: ShardWork,
+    objective: ShardObjective,
+    around: AbstractContextManager[object] | None = None,
+) -> ShardResult:
+    """Compute a shard by itself, the objective inside `around`, and return all that it gives."""
     leaves: list[torch.Tensor] = []
     gradients: list[torch.Tensor | None] = []
     values: list[PartialSum] = []
@@ -141,8 +152,12 @@ def compute_observed(replica: Replica, work: ShardWork, objective: ShardObjectiv
     def watched(
         model: nn.Module, batch: Batch, examples: int | None
     ) -> tuple[torch.Tensor, Number]:
-        total, count, *_ = objective(model, batch, examples)
+        opened = next_number()
+        with around or nullcontext():
+            total, count, *_ = objective(model, batch, examples)
         leaves.extend(leaves_of(total, replica, batch))
+        if replica.outer.isdisjoint(map(id, leaves)):  # so nothing need look for them again
+            replica.graph_nodes = nodes_since(total, opened)
         gradients.extend(leaf.grad for leaf in leaves)
         _give_gradients(leaves, [None] * len(leaves))
         return total, count
@@ -199,8 +214,8 @@ def digests_of(replica: Replica, result: ShardResult) -> dict[str, str]:
 
 def _named(replica: Replica, value: PartialSum) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Yield the gradients and buffers of a shard, each with its name in messages."""
-    names = [f"the gradient of {name}" for name, _ in replica.module.named_parameters()]
-    names += [f"the buffer {name}" for name, _ in replica.module.named_buffers()]
+    names = [f"the gradient of {name}" for name in replica.names]
+    names += [f"the buffer {name}" for name in replica.buffer_names]
     yield from zip(names, [*value.gradients, *value.buffers], strict=False)
 
 

@@ -18,9 +18,9 @@ from evenstep.batch.cut import NO_CUT, Cut
 from evenstep.contract.adding_up.separable import Neighbours
 from evenstep.contract.check import ContractReport, check_contract, check_order, check_sums
 from evenstep.contract.module_state import kept
-from evenstep.contract.outside.outer_module import refuse_outer_module
 from evenstep.contract.rehearsal import Rehearsal, SentShard
 from evenstep.contract.repeat import compute_observed, digests_of
+from evenstep.devices.process_wide import no_collection
 from evenstep.engine import Engine
 from evenstep.engine.task import is_device_failure
 from evenstep.errors import ContractError, DeviceLostError, WrongSumError, text_of
@@ -219,9 +219,9 @@ class SelfCheck:
         rehearsal = rehearse()
         neighbours = self._neighbours(cut, _spread(cut.part.run), rehearsal.replica)
         separable = self._experiment.separable
-        with self._apart(cut, rehearsal):
-            refuse_outer_module(self._replicas.home, self._copy_of(rehearsal), rehearsal)
-            self.report = check_contract(rehearsal, neighbours, separable=separable)
+        with self._apart(cut, rehearsal), no_collection():
+            home = self._replicas.home
+            self.report = check_contract(rehearsal, neighbours, home, separable=separable)
         logger.debug(f"the contract of a step was checked in {self.report.seconds:.3f} s")
 
     def _check_again(self, cut: Cut, rehearse: Callable[[], Rehearsal]) -> None:
@@ -271,15 +271,6 @@ class SelfCheck:
             for shard in shards
         ]
         return Rehearsal(replica, self._replicas.fresh_copy, works, objective)
-
-    def _copy_of(self, rehearsal: Rehearsal) -> Replica | None:
-        """Return a copy of the model on a CPU, of another device or a new one; None elsewhere."""
-        home = self._replicas.home
-        if home.device.is_accelerator:
-            return None
-        others = [one for one in self._replicas.all if one is not home]
-        copies = [one for one in others if not one.device.is_accelerator]
-        return copies[0] if copies else rehearsal.copy()
 
     @contextmanager
     def _apart(self, cut: Cut, rehearsal: Rehearsal) -> Iterator[None]:

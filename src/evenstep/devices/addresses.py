@@ -23,6 +23,7 @@ from evenstep.private_torch.tensors import USERS_OF_ONE, handle_of, is_view, mem
 
 ALIGNMENT = 64  # bytes, of torch's allocations
 PAGE = 4096  # bytes, of memory
+_PLAIN = {torch.Tensor, nn.Parameter}
 _ATOMS = {bool, int, float, str, type(None)}
 _OF_TORCH = frozenset(nn.Module().__dict__)
 address_of = torch.Tensor.data_ptr
@@ -36,18 +37,22 @@ def rounding(tensors: Iterable[Any]) -> list[torch.Tensor]:
         for one in distinct.values()
         if (one.dtype.is_floating_point or one.dtype.is_complex)
         and one.layout is torch.strided
-        and not nn.parameter.is_lazy(one)
-        and not hasattr(one, "__tensor_flatten__")  # which holds others, and has no memory
+        and (type(one) in _PLAIN or not _has_no_memory(one))
     ]
 
 
-def has_foreign_attributes(module: nn.Module) -> bool:
-    """Return whether a plain attribute of a module holds tensors in memory at a different address.
+def _has_no_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has no data yet, or holds other tensors that have it."""
+    return nn.parameter.is_lazy(tensor) or hasattr(tensor, "__tensor_flatten__")
+
+
+def has_foreign_attributes(modules: Iterable[nn.Module]) -> bool:
+    """Return whether a plain attribute of modules holds tensors in memory at a different address.
 
     Such memory is not torch's own. `copy.deepcopy` copies it to a multiple of 64 bytes.
     """
     held: list[Any] = []
-    for child in module.modules():
+    for child in modules:
         for key, value in vars(child).items():
             if type(value) in _ATOMS or key in _OF_TORCH:
                 continue
@@ -138,15 +143,19 @@ def copy_with_strides(
 
 
 def copy_in_page(tensor: torch.Tensor, begin: int) -> torch.Tensor:
-    """Return such a copy that begins `begin` bytes behind a multiple of 4,096 bytes."""
+    """Return such a copy, a view, that begins `begin` bytes behind a multiple of 4,096 bytes."""
     source = _in_memory(tensor)
     memory = source.new_empty(PAGE // source.itemsize + _extent(source))
-    return _copied(tensor, source, memory, (begin - memory.data_ptr()) % PAGE // source.itemsize)
+    offset = (begin - memory.data_ptr()) % PAGE // source.itemsize
+    memory.as_strided(source.shape, source.stride(), offset).copy_(source)
+    return memory.as_strided(tensor.shape, tensor.stride(), offset)
 
 
 def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements of a tensor in memory: an expanded one has fewer than it shows."""
-    source = tensor.detach().resolve_conj().resolve_neg()
+    source = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        source = source.resolve_conj().resolve_neg()
     for dim, stride in enumerate(source.stride()):
         if stride == 0 and source.shape[dim] > 1:
             source = source.narrow(dim, 0, 1)

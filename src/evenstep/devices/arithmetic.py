@@ -6,12 +6,15 @@ are read only to be compared; evenstep itself obeys none of them.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import itertools
+import operator
 import os
 import platform
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +22,16 @@ from torch.nn import functional
 
 from evenstep.devices.device import Device
 from evenstep.devices.placement import intra_op_threads
-from evenstep.private_torch.compilers import uses_nnpack
+from evenstep.private_torch.compilers import (
+    attention_kernels,
+    is_deterministic,
+    mkldnn_is_deterministic,
+    precision_of,
+    uses_mkldnn,
+    uses_nnpack,
+)
+
+_Read = Callable[[], object]
 
 VARIABLES = (
     "DNNL_CPU_ISA_HINTS",
@@ -131,59 +143,69 @@ def _gpu_facts() -> dict[str, str]:
         "the version of CUDA": str(torch.version.cuda),
         "the version of cuDNN": str(backends.cudnn.version()),
         "torch.backends.cudnn.enabled": str(backends.cudnn.enabled),
-        "the float32 precision of CUDA": _float32_precision(
-            {"matmul": backends.cuda, "conv": backends.cudnn, "rnn": backends.cudnn}
-        ),
+        "the float32 precision of CUDA": _precision(*_precisions_on_gpus()),
         **_environment(GPU_VARIABLES),
     }
 
 
 def torch_settings() -> dict[str, str]:
     """Return settings of torch that change which kernels it uses, or how these compute."""
-    return {name: _value_of(get) for name, get in _SETTINGS.items()}
+    return {name: _value_of(*setting) for name, setting in _SETTINGS.items()}
 
 
-def _float32_precision(backends: Mapping[str, Any]) -> str:
-    """Return the precision in which each kind of operation computes with float32.
+CALL: Callable[[Any], object]
+CALL = getattr(operator, "call", operator.methodcaller("__call__"))  # new in Python 3.11
+"""Calls a function, past Python's profilers if it is one in C."""
+
+_KINDS = ("matmul", "conv", "rnn")
+_HAS_PRECISIONS = hasattr(torch.backends, "fp32_precision")  # of torch 2.9
+_PRECISIONS: tuple[_Read, ...] = (torch.get_float32_matmul_precision, lambda: False)
+if _HAS_PRECISIONS:
+    _PRECISIONS = tuple(functools.partial(precision_of, "mkldnn", kind) for kind in _KINDS)
+
+
+def _precisions_on_gpus() -> Iterator[object]:
+    if _HAS_PRECISIONS:
+        backends: Any = torch.backends
+        kinds = backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn
+        return (kind.fp32_precision for kind in kinds)
+    return iter((torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32))
+
+
+def _precision(*found: object) -> str:
+    """Spell the precision in which each kind of operation computes with float32.
 
     It can be set in two ways, and torch refuses to read the older one after the newer one.
     """
-    if not hasattr(torch.backends, "fp32_precision"):  # of torch 2.9
-        allowed = getattr(backends["conv"], "allow_tf32", False)
-        return f"{torch.get_float32_matmul_precision()}, {allowed}"
-    found = {name: getattr(one, name).fp32_precision for name, one in backends.items()}
-    if found["matmul"] == "none":
-        found["matmul"] = "ieee"  # as `set_float32_matmul_precision("highest")` has it
-    return ", ".join(f"{name} {precision}" for name, precision in found.items())
+    if not _HAS_PRECISIONS:
+        return ", ".join(map(str, found))
+    if found[0] == "none":  # as `set_float32_matmul_precision("highest")` has it
+        found = ("ieee", *found[1:])
+    return ", ".join(f"{kind} {precision}" for kind, precision in zip(_KINDS, found, strict=True))
 
 
-def _attention_kernels() -> str:
-    """Return the kernels that `scaled_dot_product_attention` may choose from."""
-    backends = torch.backends.cuda  # of the CPU, too
-    allowed = {
-        "flash": backends.flash_sdp_enabled(),
-        "efficient": backends.mem_efficient_sdp_enabled(),
-        "math": backends.math_sdp_enabled(),
-        "cudnn": backends.cudnn_sdp_enabled(),
-    }
-    return ", ".join(name for name, is_allowed in allowed.items() if is_allowed)
+_EINSUM = getattr(torch.backends.opt_einsum, "m", torch.backends.opt_einsum)
 
-
-_SETTINGS: dict[str, Callable[[], object]] = {
-    "the default dtype": torch.get_default_dtype,
-    "the float32 precision": lambda: _float32_precision(
-        dict.fromkeys(("matmul", "conv", "rnn"), torch.backends.mkldnn)
+_SETTINGS: dict[str, tuple[Callable[..., str], tuple[_Read, ...]]] = {
+    "the default dtype": (str, (torch.get_default_dtype,)),
+    "the float32 precision": (_precision, _PRECISIONS),
+    "torch.use_deterministic_algorithms": (str, (is_deterministic,)),
+    "torch.backends.mkldnn.enabled": (str, (uses_mkldnn,)),
+    "torch.backends.mkldnn.deterministic": (str, (mkldnn_is_deterministic,)),
+    "torch.backends.nnpack": (str, (uses_nnpack,)),
+    "torch.backends.opt_einsum": (
+        lambda *found: str(found),
+        tuple(functools.partial(getattr, _EINSUM, name) for name in ("enabled", "strategy")),
     ),
-    "torch.use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled,
-    "torch.backends.mkldnn.enabled": lambda: torch.backends.mkldnn.enabled,
-    "torch.backends.mkldnn.deterministic": lambda: torch.backends.mkldnn.deterministic,
-    "torch.backends.nnpack": uses_nnpack,
-    "torch.backends.opt_einsum": lambda: (
-        torch.backends.opt_einsum.enabled,
-        torch.backends.opt_einsum.strategy,
+    "the kernels of scaled_dot_product_attention": (
+        lambda *are_allowed: ", ".join(itertools.compress(attention_kernels, are_allowed)),
+        tuple(attention_kernels.values()),
     ),
-    "the kernels of scaled_dot_product_attention": _attention_kernels,
 }
+"""For each setting, how it is spelled, and what reads it."""
+
+READS: tuple[_Read, ...] = tuple(read for _, reads in _SETTINGS.values() for read in reads)
+"""What reads the same settings, quickly enough to do so at each op."""
 
 
 def _flags() -> dict[str, str]:
@@ -198,9 +220,9 @@ def _flags() -> dict[str, str]:
     return flags
 
 
-def _value_of(get: Callable[[], object]) -> str:
+def _value_of(spell: Callable[..., str], reads: Sequence[_Read]) -> str:
     try:
-        return str(get())
+        return spell(*map(CALL, reads))
     except (AttributeError, RuntimeError) as error:  # settings that contradict each other
         return type(error).__name__
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.autograd import forward_ad
 
 from evenstep.private_torch.names import attribute, private, when_called
@@ -76,7 +77,38 @@ transforms: Any = private("torch._functorch", "eager_transforms", _LEVELS)
 
 # ---- settings
 
-uses_nnpack: Callable[[], bool] = private(
-    "torch._C", "_get_nnpack_enabled", "compare the settings of processes", public_way=lambda: True
+
+def _setting(name: str, public_way: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function in C: one in Python takes ten times as long, and more under a profiler."""
+    purpose = "compare settings of the process, at each op of the first check"
+    found: Callable[..., Any] = private("torch._C", name, purpose, public_way=public_way)
+    return found
+
+
+uses_nnpack = _setting("_get_nnpack_enabled", lambda: True)
+is_deterministic = _setting(
+    "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled
 )
-"""Return whether NNPACK may be used."""
+uses_mkldnn = _setting("_get_mkldnn_enabled", lambda: torch.backends.mkldnn.enabled)
+mkldnn_is_deterministic = _setting(
+    "_get_mkldnn_deterministic", lambda: torch.backends.mkldnn.deterministic
+)
+uses_cudnn = _setting("_get_cudnn_enabled", lambda: torch.backends.cudnn.enabled)
+cudnn_benchmarks = _setting("_get_cudnn_benchmark", lambda: torch.backends.cudnn.benchmark)
+cudnn_is_deterministic = _setting(
+    "_get_cudnn_deterministic", lambda: torch.backends.cudnn.deterministic
+)
+attention_kernels = {
+    "flash": _setting("_get_flash_sdp_enabled", torch.backends.cuda.flash_sdp_enabled),
+    "efficient": _setting(
+        "_get_mem_efficient_sdp_enabled", torch.backends.cuda.mem_efficient_sdp_enabled
+    ),
+    "math": _setting("_get_math_sdp_enabled", torch.backends.cuda.math_sdp_enabled),
+    "cudnn": _setting("_get_cudnn_sdp_enabled", torch.backends.cuda.cudnn_sdp_enabled),
+}
+"""Whether `scaled_dot_product_attention` may choose a kernel, on CPUs, too."""
+precision_of = _setting(
+    "_get_fp32_precision_getter",  # not in torch 2.8
+    lambda backend, op: getattr(getattr(torch.backends, backend), op).fp32_precision,
+)
+"""Return the precision in which a kind of operation of a backend computes with float32."""

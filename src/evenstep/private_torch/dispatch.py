@@ -9,6 +9,7 @@ import torch
 
 from evenstep.private_torch.names import attribute, private
 
+_FRAMES = "keep Dynamo from tracing what looks at each op of the first check"
 _NUMBERS = "give each shard the random numbers of its own generator"
 _MODES = "refuse modes around a step, which don't reach the threads that compute shards"
 
@@ -22,15 +23,29 @@ else:
     )
 
 
+_skip_code: Callable[[Any], object] = private(
+    "torch._C._dynamo.eval_frame", "skip_code", _FRAMES, public_way=lambda code: None
+)
+
+
 class OpsMode(TorchDispatchMode):
     """Base of modes that see the ops of the calling thread.
 
     Functions that the user has compiled stay compiled inside. Otherwise Dynamo would skip them,
     there and in every shard after it.
+
+    torch wraps `__torch_dispatch__` for its compiler, which takes as long as a small op. Here
+    Dynamo skips the method instead.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        method: Any = cls.__torch_dispatch__
+        super().__init_subclass__(**options)  # type: ignore[no-untyped-call]
+        _skip_code(method.__code__)
+        cls.__torch_dispatch__ = method  # type: ignore[method-assign]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -70,6 +85,27 @@ has_kernel: Callable[[str, str], bool] = private(
     "torch._C", "_dispatch_has_kernel_for_dispatch_key", _NUMBERS
 )
 """Return whether an op, given by its name, has a kernel for a key."""
+
+
+def _loaded(name: str, overload: str) -> tuple[object, object, Sequence[torch.Tag]]:
+    namespace, _, packet = name.partition("::")
+    found = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+    return None, None, found.tags
+
+
+_overload_of: Callable[[str, str], tuple[Any, Any, Sequence[torch.Tag]]] = private(
+    "torch._C", "_get_operation_overload", _NUMBERS, public_way=_loaded
+)
+
+
+def tags_of(name: str) -> Sequence[torch.Tag]:
+    """Return the tags of an op, given by its name.
+
+    `torch.ops` makes an object of an op when it is first named, which takes twenty times as long.
+    """
+    packet, _, overload = name.partition(".")
+    return _overload_of(packet, overload)[2]
+
 
 keys_after: Callable[[Any], Any] = private("torch._C", "_dispatch_keyset_full_after", _NUMBERS)
 """Return the keys of the kernels that a call reaches behind that of a key."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -87,6 +88,5 @@ ParametrizedSpectralNorm: Any = private(
 _cache = attribute(parametrize, "_cache_enabled", "refuse parametrize.cached() inside a shard")
 
 
-def parametrizations_are_cached() -> bool:
-    """Return whether any thread is inside `torch.nn.utils.parametrize.cached()`."""
-    return bool(_cache(parametrize))
+parametrizations_are_cached: Callable[[], Any] = functools.partial(_cache, parametrize)
+"""Return something true if any thread is inside `torch.nn.utils.parametrize.cached()`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 import time
 from collections import deque
@@ -10,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from evenstep.profiling.accounting import Account, Shares
-from evenstep.profiling.trace import Span, Trace
+from evenstep.profiling.trace import Kind, Numbers, Trace
 
 ADD_UP_EVERY = 64
 """The number of steps after which their times are added up."""
@@ -88,22 +89,32 @@ class StepClock:
             busy_s[shard.lane] += shard.ended_s - shard.began_s
         return seconds, [min(1.0, max(0.0, one / seconds)) if seconds else 0.0 for one in busy_s]
 
-    def spans(self, number: int, category: str) -> Iterator[Span]:
-        """Yield a span for each shard, each node and the update of step `number`."""
-        for time_ in self.shards:
-            story: dict[str, object] = {"step": number, "shard": time_.shard}
-            if time_.stolen:
-                story["stolen"] = True
-            name = f"shard {time_.shard}"
-            if time_.stage is not None:
-                story |= {"stage": time_.stage, "backward": time_.backward}
-                name += " backward" if time_.backward else " forward"
-            yield Span(time_.lane, name, category, time_.began_s, time_.ended_s, story)
+    def spans(self, step: int, category: str) -> Iterator[Numbers]:
+        """Yield a span for each shard, each node and the update of a step."""
+        for lane, shard, stolen, began_s, ended_s, stage, backward in self.shards:
+            kind = _kind_of_shard(category, stolen, stage is not None, backward)
+            facts = [shard, step, shard, *[1] * stolen]
+            facts += [] if stage is None else [stage, backward]
+            yield kind, lane, began_s, ended_s, facts
         for lane, lo, hi, began_s, ended_s in self.nodes:
-            yield Span(lane, f"sum [{lo},{hi})", "sum", began_s, ended_s, {"step": number})
+            yield _SUM, lane, began_s, ended_s, (lo, hi, step)
         if self.update is not None:
             lane, began_s, ended_s = self.update
-            yield Span(lane, f"update {number}", "update", began_s, ended_s, {"step": number})
+            yield _UPDATE, lane, began_s, ended_s, (step, step)
+
+
+_SUM = Kind(None, ("sum [", ",", ")"), "sum", ("step",))
+_UPDATE = Kind(None, ("update ", ""), "update", ("step",))
+_STEP = Kind("steps", ("step ", ""), "step", ("step",))
+_WAIT = Kind("steps", ("waiting for data",), "wait")
+_LOAD = Kind("front end", ("load",), "load")
+
+
+@functools.cache
+def _kind_of_shard(category: str, stolen: bool, of_stage: bool, backward: bool) -> Kind:
+    way = (" backward" if backward else " forward") if of_stage else ""
+    keys = ("step", "shard", *["stolen"] * stolen, *("stage", "backward")[: 2 * of_stage])
+    return Kind(None, ("shard ", way), category, keys, frozenset({"stolen", "backward"}))
 
 
 class Timekeeper:
@@ -126,12 +137,12 @@ class Timekeeper:
 
     def loaded(self, began_s: float) -> None:
         """Note that the user's thread has loaded a batch since `began_s`."""
-        self._trace.add(Span("front end", "load", "load", began_s, time.perf_counter(), None))
+        self._trace.add_many([(_LOAD, 0, began_s, time.perf_counter(), ())])
 
     def evaluated(self, clock: StepClock) -> None:
         """Write the shards of an evaluation into the trace."""
         self.add_up()
-        self._write(0, clock, "evaluate")
+        self._trace.add_many(clock.spans(0, "evaluate"))
 
     @property
     def trace(self) -> Trace:
@@ -172,11 +183,7 @@ class Timekeeper:
         for node in clock.nodes:
             account.add(node.lane, "sum", node.ended_s - node.began_s)
         account.add(lane, "update", now - update_began_s - clock.exchange_s)
+        spans: list[Numbers] = [(_STEP, 0, began_s, now, (number, number))]
         if began_s > opened_s:
-            self._trace.add(Span("steps", "waiting for data", "wait", opened_s, began_s, None))
-        self._trace.add(Span("steps", f"step {number}", "step", began_s, now, {"step": number}))
-        self._write(number, clock, "compute")
-
-    def _write(self, number: int, clock: StepClock, category: str) -> None:
-        count = len(clock.shards) + len(clock.nodes) + (clock.update is not None)
-        self._trace.add_later(count, lambda: [*clock.spans(number, category)])
+            spans.insert(0, (_WAIT, 0, opened_s, began_s, ()))
+        self._trace.add_many([*spans, *clock.spans(number, "compute")])

@@ -2,6 +2,7 @@
 
 from evenstep.replicas.buffer_rules import JUDGE
 from evenstep.replicas.checks import (
+    Members,
     check_followed,
     check_trainable,
     refuse_strangers,
@@ -34,6 +35,7 @@ from evenstep.replicas.settings import (
 
 __all__ = [
     "JUDGE",
+    "Members",
     "OptimizerProxy",
     "Replica",
     "Replicas",

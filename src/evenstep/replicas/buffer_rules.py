@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -26,7 +26,7 @@ RANGE = "range"
 _OF_OBSERVERS = {"min_val": "min", "max_val": "max"}
 
 
-def buffer_rules(module: nn.Module, given: Mapping[str, str]) -> list[str]:
+def buffer_rules(module: nn.Module, names: Sequence[str], given: Mapping[str, str]) -> list[str]:
     """Return the rule of every buffer, in the order of `named_buffers`.
 
     Statistics of torch's own normalisation layers are averaged; the ranges that its observers have
@@ -34,12 +34,12 @@ def buffer_rules(module: nn.Module, given: Mapping[str, str]) -> list[str]:
 
     Args:
         module: the model.
+        names: the names of its buffers.
         given: rules by the buffers' names, which may be patterns such as "*.queue".
 
     Raises:
         InputError: no buffer has a given name.
     """
-    names = [name for name, _ in module.named_buffers()]
     for pattern in given:
         if not any(fnmatchcase(name, pattern) for name in names):
             has = f"it has {', '.join(names[:5])}" if names else "it has none"

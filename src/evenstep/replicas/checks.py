@@ -6,8 +6,8 @@ import collections
 import functools
 import itertools
 import types
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,12 +15,35 @@ from torch import nn
 from evenstep.errors import ContractError, ModelError
 from evenstep.private_torch.modules import is_compiled, sum_hooks
 
+
+class Members(NamedTuple):
+    """The layers, parameters and buffers of a model, with their names; each once.
+
+    Walking through a model of a thousand layers takes some milliseconds, so it is done once.
+    """
+
+    modules: Sequence[tuple[str, nn.Module]]
+    parameters: Sequence[tuple[str, nn.Parameter]]
+    buffers: Sequence[tuple[str, torch.Tensor]]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Members:
+        """Walk through a model."""
+        parameters, buffers = [*model.named_parameters()], [*model.named_buffers()]
+        return cls([*model.named_modules()], parameters, buffers)
+
+    @property
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The parameters and the buffers."""
+        return itertools.chain(self.parameters, self.buffers)
+
+
 _ANYWAY = {"param_groups", "state", "step"}  # attributes of an optimizer that lead to parameters
 _LEAVES = (torch.Tensor, bool, int, float, complex, str, type(None))
 _LOOKED_AT = 100_000  # objects in an optimizer's attributes, to find parameters there
 
 
-def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def check_trainable(members: Members, optimizer: torch.optim.Optimizer) -> None:
     """Refuse a model or an optimizer that can't be trained.
 
     Raises:
@@ -28,22 +51,24 @@ def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         ModelError: the model has lazy parameters or hooks on accumulated gradients, or the
             optimizer holds parameters that are not the model's.
     """
-    _refuse_wrapped(model)
-    _refuse_scripted(model)
-    refuse_hooks_on_sums(model)
-    _refuse_compiled(model)
-    _refuse_without_data(model)
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, nn.UninitializedParameter):
+    for name, module in members.modules:
+        where = f"the layer {name}" if name else "the model"
+        _refuse_wrapped(where, module)
+        _refuse_scripted(where, module)
+        _refuse_compiled(where, module)
+    refuse_hooks_on_sums(members)
+    _refuse_without_data(members)
+    for name, parameter in members.parameters:
+        if nn.parameter.is_lazy(parameter):
             raise ModelError(
                 f"the parameter {name} has no shape yet: run one batch through the model first"
             )
-    refuse_strangers(model, optimizer)
+    refuse_strangers((one for _, one in members.parameters), optimizer)
 
 
-def refuse_strangers(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def refuse_strangers(parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that holds parameters which are not the model's, or not any more."""
-    known = {id(parameter) for parameter in model.parameters()}
+    known = {*map(id, parameters)}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     strangers = sum(id(parameter) not in known for parameter in held)
     if strangers:
@@ -53,64 +78,59 @@ def refuse_strangers(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
         )
 
 
-def _refuse_wrapped(model: nn.Module) -> None:
-    wrappers = nn.DataParallel, nn.parallel.DistributedDataParallel
-    for name, module in model.named_modules():
-        if isinstance(module, wrappers):
-            raise ModelError(
-                f"{f'the layer {name}' if name else 'the model'} is a {type(module).__name__}: "
-                f"give the module inside it, model.module, because the trainer itself divides each "
-                f"batch among the devices"
-            )
+def _refuse_wrapped(where: str, module: nn.Module) -> None:
+    if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise ModelError(
+            f"{where} is a {type(module).__name__}: give the module inside it, model.module, "
+            f"because the trainer itself divides each batch among the devices"
+        )
 
 
-def _refuse_scripted(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise ModelError(
-                f"{f'the layer {name}' if name else 'the model'} was made by torch.jit.script or "
-                f"torch.jit.trace, which hides its layers: give the module that it was made from"
-            )
+def _refuse_scripted(where: str, module: nn.Module) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ModelError(
+            f"{where} was made by torch.jit.script or torch.jit.trace, which hides its layers: "
+            f"give the module that it was made from"
+        )
 
 
-def _refuse_without_data(model: nn.Module) -> None:
+def _refuse_without_data(members: Members) -> None:
     """Refuse parameters and buffers that can't be copied to a device, or shared."""
-    for name, value in itertools.chain(model.named_parameters(), model.named_buffers()):
+    for name, value in members.tensors:
         if value.is_meta and not isinstance(value, nn.UninitializedParameter):
             raise ModelError(
                 f"{name} of the model has no data (it is on torch's meta device): build the model "
                 f"on a device, or fill model.to_empty(device=...)"
             )
-        if isinstance(value, nn.Parameter) and value.layout is not torch.strided:
+        if value.layout is not torch.strided and isinstance(value, nn.Parameter):
             raise ModelError(
                 f"{name} of the model is a sparse tensor ({value.layout}): train a dense one, such "
                 f"as {name}.to_dense()"
             )
 
 
-def _refuse_compiled(model: nn.Module) -> None:
-    """Refuse layers that the user has compiled.
+def _refuse_compiled(where: str, module: nn.Module) -> None:
+    """Refuse a layer that the user has compiled.
 
-    How their code rounds depends on which shapes were seen first, and on what else was compiled at
+    How its code rounds depends on which shapes were seen first, and on what else was compiled at
     the same time (measured with ResNet and Inductor: two trainings on one device differ).
     """
-    for name, module in model.named_modules():
-        if is_compiled(module):
-            raise ContractError(
-                f"{f'the layer {name}' if name else 'the model'} was compiled by torch.compile, so "
-                f"its rounding depends on which shards were computed first: give the module itself "
-                f"and use Experiment(compile=True), which compiles each size of shard once"
-            )
+    if is_compiled(module):
+        raise ContractError(
+            f"{where} was compiled by torch.compile, so its rounding depends on which shards were "
+            f"computed first: give the module itself and use Experiment(compile=True), which "
+            f"compiles each size of shard once"
+        )
 
 
-def refuse_hooks_on_sums(model: nn.Module) -> None:
+def refuse_hooks_on_sums(members: Members) -> None:
     """Refuse hooks on accumulated gradients, which would see sums of some shards.
 
     Those of a recorder (`evenstep record`) change nothing.
     """
-    for name, parameter in model.named_parameters():
-        hooks = (sum_hooks(parameter) or {}).values()
-        if any(not getattr(hook, "only_reads", False) for hook in hooks):
+    for name, parameter in members.parameters:
+        hooks = sum_hooks(parameter)
+        if hooks and any(not getattr(hook, "only_reads", False) for hook in hooks.values()):
             raise ContractError(
                 f"the parameter {name} has a hook on its accumulated gradient, which would get "
                 f"sums over only some shards: change the mean gradient in before_update=..., or "
@@ -118,34 +138,43 @@ def refuse_hooks_on_sums(model: nn.Module) -> None:
             )
 
 
-def refuse_unwritable(model: nn.Module) -> None:
+def refuse_unwritable(members: Members) -> None:
     """Refuse parameters and buffers that can't be written in place, or compared bit by bit."""
-    for name, value in itertools.chain(model.named_parameters(), model.named_buffers()):
-        if nn.parameter.is_lazy(value) or value.is_meta:
+    for name, value in members.tensors:
+        if value.is_meta or nn.parameter.is_lazy(value):
             continue
-        kind = "parameter" if isinstance(value, nn.Parameter) else "buffer"
         if value.layout is not torch.strided or value.is_quantized or value.is_nested:
             layout = "quantized" if value.is_quantized else f"sparse ({value.layout})"
             raise ModelError(
-                f"the {kind} {name} is {layout}, which can't be written in place and compared bit "
-                f"by bit: register a dense tensor"
+                f"{_named(name, value)} is {layout}, which can't be written in place and compared "
+                f"bit by bit: register a dense tensor"
             )
         if value.is_inference():
             raise ModelError(
-                f"the {kind} {name} was made in torch.inference_mode, so it can't be written: "
+                f"{_named(name, value)} was made in torch.inference_mode, so it can't be written: "
                 f"register {name}.clone(), outside of that mode"
             )
-        if any(size > 1 and not stride for size, stride in zip(value.shape, value.stride())):  # noqa: B905
+        strides = value.stride()
+        if 0 in strides and any(
+            size > 1 and not stride for size, stride in zip(value.shape, strides, strict=True)
+        ):
             raise ModelError(
-                f"the {kind} {name} of shape {tuple(value.shape)} is expanded (several elements "
-                f"are one number in memory), so it can't be written: register {name}.contiguous()"
+                f"{_named(name, value)} of shape {tuple(value.shape)} is expanded (several "
+                f"elements are one number in memory), so it can't be written: register "
+                f"{name}.contiguous()"
             )
 
 
-def refuse_aliases(model: nn.Module) -> None:
+def _named(name: str, value: torch.Tensor) -> str:
+    return f"the {'parameter' if isinstance(value, nn.Parameter) else 'buffer'} {name}"
+
+
+def refuse_aliases(members: Members) -> None:
     """Refuse a buffer that a shard's forward pass could not have of its own."""
-    places = {_memory(parameter): name for name, parameter in model.named_parameters()}
-    for name, buffer in model.named_buffers():
+    if not members.buffers:
+        return
+    places = {_memory(parameter): name for name, parameter in members.parameters}
+    for name, buffer in members.buffers:
         place = _memory(buffer)
         if place is not None and place in places:
             raise ContractError(

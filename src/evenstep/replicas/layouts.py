@@ -9,11 +9,12 @@ from torch import nn
 
 from evenstep.errors import InputError
 from evenstep.options.experiment import Experiment
+from evenstep.replicas.checks import Members
 
 _FEW_CHANNELS = 16  # oneDNN's block of channels for AVX-512; 8 for AVX2
 
 
-def with_safe_format(experiment: Experiment, model: nn.Module) -> Experiment:
+def with_safe_format(experiment: Experiment, members: Members) -> Experiment:
     """Return the experiment with contiguous images if channels-last is not safe for the model.
 
     For channels-last images, oneDNN computes the weight gradient of a 1×1 convolution with a stride
@@ -24,7 +25,7 @@ def with_safe_format(experiment: Experiment, model: nn.Module) -> Experiment:
         InputError: `experiment` asks for channels-last, or a weight of such a convolution is
             channels-last, which makes torch convert its images.
     """
-    unsafe = [name for name, child in model.named_modules() if _is_unsafe(child)]
+    unsafe = [name for name, child in members.modules if _is_unsafe(child)]
     if not unsafe:
         return experiment
     reason = (
@@ -34,7 +35,7 @@ def with_safe_format(experiment: Experiment, model: nn.Module) -> Experiment:
     )
     if experiment.memory_format == "channels_last":
         raise InputError(f"got memory_format='channels_last', but {reason}: leave it out")
-    for name, weight in model.named_parameters():
+    for name, weight in members.parameters:
         if _is_channels_last(weight):
             raise InputError(
                 f"parameter {name!r} is channels-last in memory, but {reason}: call "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from evenstep.devices import Device, carry
 from evenstep.errors import InputError, ModelError
 from evenstep.private_torch.modules import has_backward_hooks, own_buffers
 from evenstep.private_torch.tensors import copy_all, rows_of, version_of
+from evenstep.replicas.checks import Members
 
 
 class Replica:
@@ -20,14 +22,16 @@ class Replica:
     Args:
         device: the device that computes on this replica.
         module: the user's module (the home replica) or a copy of it.
-        copied: the user's module if `module` is a copy of it, else None.
+        outer: the `id`s of the user's parameters if `module` is a copy of the user's.
         rules: the rule of every buffer.
         places: the device of every module, in the order of `modules()`, if it lies on several.
+        members: those of `module`, if they are known.
 
     Attributes:
         module_devices: the same; all are `device` if it lies on one.
         parameter_devices, buffer_devices: the device of each parameter, and of each buffer.
         parameters: the module's parameters in the order of `named_parameters()`, each once.
+        names: the names of the parameters.
         buffer_names: the names of the buffers.
         buffers: the replica's own buffer tensors, in the order of `named_buffers()`.
         opening: the values that the buffers have when a shard starts, in this replica's memory.
@@ -36,7 +40,7 @@ class Replica:
         may_accumulate: whether a backward pass may add to the gradients of other shards: not where
             layers have sparse gradients, or hooks on their backward pass, which could see them.
         has_accumulated: whether a backward pass has done so.
-        outer: the `id`s of the parameters of `copied`.
+        outer: as given.
         graph_nodes: how many nodes the graph of a loss has had that was searched for `outer` in
             this step; -1 before the first.
     """
@@ -45,40 +49,33 @@ class Replica:
         self,
         device: Device,
         module: nn.Module,
-        copied: nn.Module | None = None,
+        outer: frozenset[int] = frozenset(),
         rules: Sequence[str] = (),
         places: Sequence[Device] = (),
+        members: Members | None = None,
     ) -> None:
+        members = Members.of(module) if members is None else members
+        modules = [one for _, one in members.modules]
         self.device = device
         self.module = module
-        self.parameters = list(module.parameters())
-        self.buffer_names = [name for name, _ in module.named_buffers()]
-        self.buffers = list(module.buffers())
+        self.names = [name for name, _ in members.parameters]
+        self.parameters = [one for _, one in members.parameters]
+        self.buffer_names = [name for name, _ in members.buffers]
+        self.buffers = [one for _, one in members.buffers]
         self.rules = rules
-        self.module_devices = places or [device] * len([*module.modules()])
-        self.parameter_devices = self._devices_of(self.parameters, nn.Module.parameters)
-        self.buffer_devices = self._devices_of(self.buffers, nn.Module.buffers)
+        self.module_devices = places or [device] * len(modules)
+        self.parameter_devices = devices_of(self.parameters, modules, self.module_devices)
+        self.buffer_devices = devices_of(self.buffers, modules, self.module_devices)
         self.opening: list[torch.Tensor] = []
         self.given: list[torch.Tensor] | None = None
         self.has_run_backward = False
         self.may_accumulate = not any(
-            getattr(child, "sparse", False) or has_backward_hooks(child)
-            for child in module.modules()
+            getattr(child, "sparse", False) or has_backward_hooks(child) for child in modules
         )
         self.has_accumulated = False
-        self.outer = frozenset(map(id, copied.parameters() if copied is not None else ()))
+        self.outer = outer
         self.graph_nodes = -1
-        self._slots = _buffer_slots(module)
-
-    def _devices_of(
-        self, tensors: Iterable[torch.Tensor], own: Callable[..., Iterable[torch.Tensor]]
-    ) -> list[Device]:
-        """Return the device of each tensor: that of the first module with it."""
-        found: dict[int, Device] = {}
-        for module, device in zip(self.module.modules(), self.module_devices, strict=True):
-            for tensor in own(module, recurse=False):
-                found.setdefault(id(tensor), device)
-        return [found[id(tensor)] for tensor in tensors]
+        self._slots = _buffer_slots(modules, self.buffers)
 
     def open_shard(self) -> None:
         """Reset every buffer to its opening value."""
@@ -225,6 +222,25 @@ def reshaped_error(name: str, before: torch.Tensor, after: torch.Tensor) -> Mode
     )
 
 
+def devices_of(
+    tensors: Sequence[torch.Tensor], modules: Iterable[nn.Module], places: Sequence[Device]
+) -> list[Device]:
+    """Return the device of each parameter or buffer: that of the first module with it.
+
+    Args:
+        tensors: the parameters, or the buffers.
+        modules: all modules of the model.
+        places: the device of each module.
+    """
+    if all(place is places[0] for place in places):
+        return [places[0]] * len(tensors)
+    found: dict[int, Device] = {}
+    for module, device in zip(modules, places, strict=True):
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            found.setdefault(id(tensor), device)
+    return [found[id(tensor)] for tensor in tensors]
+
+
 def broadcast(home: Replica, replica: Replica) -> None:
     """Copy the parameters of `home` into a replica with memory of its own."""
     with torch.no_grad():
@@ -296,7 +312,7 @@ def refuse_gradients_in_flight(home: Replica) -> None:
 
 
 def _name_of(replica: Replica, number: int) -> str:
-    return [name for name, _ in replica.module.named_parameters()][number]
+    return replica.names[number]
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -353,11 +369,38 @@ def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     return words if whole == len(flat) else words + flat[whole:].sum(dtype=torch.int64)
 
 
-def _buffer_slots(module: nn.Module) -> list[list[tuple[dict[Any, Any], str]]]:
+_FEW_BYTES = 1 << 12
+
+
+def sums_of_bits(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the sum of the bits of each dense tensor; those of small tensors at once."""
+    found = [0] * len(tensors)
+    small: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
+    for number, tensor in enumerate(tensors):
+        is_wide = tensor.itemsize == 8 or tensor.is_complex()  # then the upper bits count, too
+        if is_wide or tensor.nbytes > _FEW_BYTES:
+            found[number] = int(sum_of_bits(tensor))
+        else:
+            flat = tensor.detach().reshape(-1)
+            small.setdefault((flat.device, flat.dtype), []).append((number, flat))
+    for numbered in small.values():
+        numbers, parts = zip(*numbered, strict=True)
+        bits = as_integers(torch.cat(parts))
+        ends = torch.tensor([*itertools.accumulate(map(len, parts))])
+        until = bits.cumsum(0, dtype=torch.int64).cpu()
+        sums = torch.nn.functional.pad(until, (1, 0))[ends].diff(prepend=ends.new_zeros(1))
+        for number, bits_summed in zip(numbers, sums.tolist(), strict=True):
+            found[number] = bits_summed
+    return found
+
+
+def _buffer_slots(
+    modules: Sequence[nn.Module], buffers: Sequence[torch.Tensor]
+) -> list[list[tuple[dict[Any, Any], str]]]:
     """Return, for each distinct buffer, the places in the modules that hold it."""
     places: dict[int, list[tuple[dict[Any, Any], str]]] = {}
-    for child in module.modules():
+    for child in modules if buffers else ():
         for key, buffer in own_buffers(child).items():
             if buffer is not None:
                 places.setdefault(id(buffer), []).append((own_buffers(child), key))
-    return [places[id(buffer)] for buffer in module.buffers()]
+    return [places[id(buffer)] for buffer in buffers]

@@ -40,6 +40,7 @@ from evenstep.private_torch.modules import (
 from evenstep.private_torch.tensors import copy_all, version_of
 from evenstep.replicas.buffer_rules import buffer_rules
 from evenstep.replicas.checks import (
+    Members,
     refuse_aliases,
     refuse_hooks_on_sums,
     refuse_unwritable,
@@ -48,7 +49,7 @@ from evenstep.replicas.checks import (
 from evenstep.replicas.computed_before import ComputedBefore
 from evenstep.replicas.copying import copy_module, copy_parameter, move_buffers
 from evenstep.replicas.module_sync import Difference, ModuleWatch
-from evenstep.replicas.replica import Replica, broadcast, sum_of_bits
+from evenstep.replicas.replica import Replica, broadcast, devices_of, sum_of_bits
 
 _VERSION = operator.attrgetter("_version")
 
@@ -118,16 +119,19 @@ class Replicas:
     @torch.inference_mode(False)
     def _build(self) -> None:
         model = self._model
-        refuse_hooks_on_sums(model)
-        refuse_unwritable(model)
-        refuse_aliases(model)
-        named = enumerate(model.named_parameters())
+        members = Members.of(model)
+        refuse_hooks_on_sums(members)
+        refuse_unwritable(members)
+        refuse_aliases(members)
+        named = enumerate(members.parameters)
         self.hooked = [(number, name) for number, (name, one) in named if gradient_hooks(one)]
         self._owners: dict[str, Replica] = {}  # by memory: whose parameters others share
-        is_aligned = self._align_home()
+        is_aligned = self._align_home(members)
         self._home_computes = is_aligned and self._home_may_compute and not self.hooked
-        self._rules = buffer_rules(model, self._given_rules)
-        self.home = Replica(self._devices[0].parts[0], model, rules=self._rules)
+        names = [name for name, _ in members.buffers]
+        self._rules = buffer_rules(model, names, self._given_rules)
+        home = self._devices[0].parts[0]
+        self.home = Replica(home, model, rules=self._rules, members=members)
         self._stages = self._stages_of(model) if self._stages_of is not None else ()
         self.all = [self.home] if self._home_computes else []
         if not self._stay.intersection(map(id, self.home.parameters)):
@@ -151,7 +155,7 @@ class Replicas:
         self._distinct = [one for replica in distinct for one in replica.parameters]
         self._modules = [list(replica.module.modules()) for replica in self._others]
         self._find_copies()
-        self._home_modules = list(model.modules())
+        self._home_modules = [one for _, one in members.modules]
         self.on_build()  # refused, it is asked again
         self.structure = _structure(self._home_modules, self.home.parameters)
         self._forms = forms_of(self.home.parameters)
@@ -163,16 +167,17 @@ class Replicas:
         self._bits: torch.Tensor | None = None
         self._note_places()
 
-    def _align_home(self) -> bool:
+    def _align_home(self, members: Members) -> bool:
         """Move parameters and buffers to multiples of 64 bytes, where nothing can notice it.
 
         Returns:
             Whether all that the module's products read begins there.
         """
-        named = (*self._model.named_parameters(), *self._model.named_buffers())
-        self._stay = {*map(id, align(rounding(one for _, one in named)))}
-        self.held_elsewhere = [name for name, one in named if id(one) in self._stay]
-        return not self._stay and not has_foreign_attributes(self._model)
+        held = rounding(one for _, one in members.tensors)
+        self._stay = {*map(id, align(held))}
+        self.held_elsewhere = [name for name, one in members.tensors if id(one) in self._stay]
+        modules = (one for _, one in members.modules)
+        return not self._stay and not has_foreign_attributes(modules)
 
     def _note_places(self) -> None:
         """Note which of the user's own tensors devices compute with."""
@@ -499,7 +504,7 @@ class Replicas:
         places: Sequence[Device] = ()
         if isinstance(device, StagedDevice):
             places = [device.stages[stage] for stage in self._stages]
-        seats = Replica(device, source.module, places=places).parameter_devices
+        seats = devices_of(source.parameters, source.module.modules(), places or [device])
         parameters = {
             id(parameter): copy_parameter(parameter, place, share=share)
             for parameter, place in zip(source.parameters, seats, strict=True)
@@ -510,7 +515,8 @@ class Replicas:
         elif not share:
             module = module.to(device.torch_device)
         align(rounding(module.buffers()))
-        return Replica(device, module, copied=self._model, rules=self._rules, places=places)
+        outer = frozenset(map(id, self.home.parameters))
+        return Replica(device, module, outer, self._rules, places)
 
     def _sums_of_bits(self) -> torch.Tensor:
         held = (*self.home.parameters, *self.home.buffers)

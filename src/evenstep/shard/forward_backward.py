@@ -278,7 +278,8 @@ def weighed(total: torch.Tensor, count: Number, divisor: int) -> tuple[torch.Ten
     return total.double() * weight, count * weight
 
 
-_LEAF: Any = type(torch.ones(1, requires_grad=True).view(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+LEAF: Any = type(torch.ones(1, requires_grad=True).view(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+"""The type of the nodes with which a graph begins, each with a leaf as its `variable`."""
 
 
 def _refuse_early_gradients(replica: Replica) -> None:
@@ -328,16 +329,21 @@ def _refuse_outer_model(total: torch.Tensor, replica: Replica, opened: int) -> N
         opened: the number of the first node that the shard makes.
     """
     last: Any = total.grad_fn
-    count = 0 if last is None else number_of(last) - opened
+    count = nodes_since(total, opened)
     if count == replica.graph_nodes:
         return
-    leaves = [node.variable for node in nodes_of(total) if node.__class__ is _LEAF]
+    leaves = [node.variable for node in nodes_of(total) if node.__class__ is LEAF]
     if last is None:
         leaves = [total]
     if not replica.outer.isdisjoint(map(id, leaves)):
         reached = "a parameter of the model itself"
         raise _outer_model_error(replica, reached, OuterModelError)
     replica.graph_nodes = count
+
+
+def nodes_since(total: torch.Tensor, opened: int) -> int:
+    """Return how many nodes the calling thread has made since number `opened`, up to a loss."""
+    return 0 if total.grad_fn is None else number_of(total.grad_fn) - opened
 
 
 def _outer_model_error(

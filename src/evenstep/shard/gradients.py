@@ -120,7 +120,7 @@ class GradientStream:
 
 def sparse_error(replica: Replica, i: int) -> ModelError:
     """Return why parameter `i` can't have a sparse gradient."""
-    name = [name for name, _ in replica.module.named_parameters()][i]
+    name = replica.names[i]
     return ModelError(
         f"{name} got a sparse gradient, but belongs to no layer with sparse=True: with several "
         f"processes only such layers may have one"

@@ -160,7 +160,7 @@ class Saver:
         self._update.refuse_half_step()
         self._say_what_is_not_saved()
         self.other_optimizers.say_what_is_lost(self._user_state.read)
-        refuse_strangers(self._model, self._optimizer)
+        refuse_strangers(self._model.parameters(), self._optimizer)
         lost = self._agreement.compare_to_save()
         if self._partition is not None and self._partition.is_split:
             if lost is not None:  # and with it the state that it owned

@@ -45,6 +45,7 @@ from evenstep.private_torch.names import refuse_missing
 from evenstep.profiling.accounting import Shares
 from evenstep.profiling.trace import Trace
 from evenstep.replicas import (
+    Members,
     check_trainable,
     complete,
     move_home,
@@ -216,17 +217,18 @@ class Trainer(Habits):
         self._objective_of_unlike = of_unlike_shards(self._objective)
         self._others = Objectives()
         self._nesting = Nesting(experiment.batch_dim)
-        check_trainable(model, optimizer)
+        members = Members.of(model)
+        check_trainable(members, optimizer)
         staged = chosen_stages(chosen, model)
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
-        chosen = dataclasses.replace(chosen, experiment=with_safe_format(experiment, model))
+        chosen = dataclasses.replace(chosen, experiment=with_safe_format(experiment, members))
         self.experiment = dataclasses.replace(chosen.experiment)  # all of it counts as given
         self.on_shard: Callable[[int, PartialSum], None] | None = None
         own = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
         user_state = UserState(state, {k: v for k, v in own.items() if v is not None})
-        move_home(model, optimizer, self.devices[0])
+        move_home(model, members, optimizer, self.devices[0])
         hooks = before_update, after_update
         given = model, optimizer, loss or objective
         parts = choose_parts(*given, chosen, hooks, callbacks, staged)

@@ -36,6 +36,10 @@ RULES: dict[Any, Rule] = {}
 """What runs an operation for all shards at once: called with the region, the operation and its
 arguments. It returns `NotImplemented` for arguments that it can't take."""
 
+OTHER_RULES: list[Callable[[Any], Rule | None]] = []
+"""What returns the rule of an operation that is not in `RULES`, or None: looking through all of
+torch's operations for those that they are for takes a tenth of a second."""
+
 
 class Region:
     """A part of the calling thread's computations that stands for several shards.
@@ -206,7 +210,9 @@ class _Form:
         self.makes_new = name in _LIKE
         self.is_random = torch.Tag.nondeterministic_seeded in operation.tags
         self.returns = returns_of(operation)
-        self.rule = RULES.get(operation)
+        self.rule = RULES.get(operation) or next(
+            filter(None, (find(operation) for find in OTHER_RULES)), None
+        )
         self.made_of: Callable[..., Any] | None = COMPOSED.get(operation)
         if self.made_of is not None:
             self.made_of = self.made_of if _is_only_composed(self.made_of) else None

@@ -20,7 +20,7 @@ from evenstep.arithmetic.together.blocks import (
     shards_of,
     whole,
 )
-from evenstep.arithmetic.together.region import RULES, Region, Rule
+from evenstep.arithmetic.together.region import OTHER_RULES, RULES, Region, Rule
 from evenstep.private_torch.dispatch import arguments_of, written_by
 
 aten = torch.ops.aten
@@ -124,6 +124,7 @@ _ELEMENTWISE = """
     masked_fill masked_fill_ where
 """
 _OF_NUMBERS = ("aten::masked_fill.Tensor", "aten::masked_fill_.Tensor")  # without dimensions
+_OF_ALL = "aten::equal"  # which torch calls pointwise
 
 
 def _is_elementwise(op: Any) -> bool:
@@ -136,17 +137,15 @@ def _is_elementwise(op: Any) -> bool:
         (torch.Tag.pointwise in op.tags or name in _ELEMENTWISE.split())
         and written in ([], [0])
         and not (is_more or is_random or name.startswith("_foreach_"))
-        and op.name() not in _OF_NUMBERS
+        and op.name() not in (*_OF_NUMBERS, _OF_ALL)
     )
 
 
-def _register_elementwise() -> None:
-    for name in dir(aten):
-        packet = getattr(aten, name)
-        for overload in packet.overloads() if hasattr(packet, "overloads") else ():
-            op = getattr(packet, overload)
-            if _is_elementwise(op):
-                RULES[op] = elementwise_in_place if written_by(op) else elementwise
+@OTHER_RULES.append
+def _rule_of_elements(op: Any) -> Rule | None:
+    if not _is_elementwise(op):
+        return None
+    return elementwise_in_place if written_by(op) else elementwise
 
 
 # ---- along a dimension of each shard
@@ -377,6 +376,3 @@ def embedding(
         return NotImplemented
     given = shards_of(places, region.shards)
     return of_shards(region.compute(op, table, given, *args, **kwargs), region.shards)
-
-
-_register_elementwise()

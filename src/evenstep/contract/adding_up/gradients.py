@@ -29,7 +29,7 @@ def refuse_own_gradients(replica: Replica, work: ShardWork, objective: ShardObje
     function that ignores the gradient it gets, or by a backward pass inside the forward pass. Every
     shard would add it with the weight that plain torch gives it once.
     """
-    name = _learning_from_nothing(replica, _without_loss(replica, work, objective, []))
+    name = _learning_from_nothing(replica, _without_loss(replica, work, objective))
     if not name:
         return
     sources: list[str] = []
@@ -45,16 +45,20 @@ def refuse_own_gradients(replica: Replica, work: ShardWork, objective: ShardObje
 
 
 def _without_loss(
-    replica: Replica, work: ShardWork, objective: ShardObjective, sources: list[str]
+    replica: Replica,
+    work: ShardWork,
+    objective: ShardObjective,
+    sources: list[str] | None = None,
 ) -> ShardResult:
-    """Compute a shard with a loss of zero; note what makes a gradient out of zeros."""
+    """Compute a shard with a loss of zero; note in `sources` what makes a gradient out of zeros."""
 
     def zeroed(model: Any, batch: Any, examples: int | None) -> Any:
         total, *others = objective(model, batch, examples)
-        if _is_learning([one.grad for one in replica.parameters]):
-            sources.append("a backward pass inside the forward pass or the objective")
-        for node in nodes_of(total):
-            _watch(node, sources)
+        if sources is not None:
+            if _is_learning([one.grad for one in replica.parameters]):
+                sources.append("a backward pass inside the forward pass or the objective")
+            for node in nodes_of(total):
+                _watch(node, sources)
         return total * 0.0, *others
 
     return compute_observed(replica, work, zeroed)
@@ -86,8 +90,8 @@ def _is_learning(gradients: Gradients) -> bool:
 
 def _learning_from_nothing(replica: Replica, result: ShardResult) -> str:
     """Return the first parameter with a gradient that is not zero; an empty text if none has."""
-    named = zip(replica.module.named_parameters(), result.value.gradients, strict=True)
-    return next((name for (name, _), gradient in named if _is_learning([gradient])), "")
+    named = zip(replica.names, result.value.gradients, strict=True)
+    return next((name for name, gradient in named if _is_learning([gradient])), "")
 
 
 def gradients_of(replica: Replica, total: torch.Tensor, divisor: int) -> Gradients | None:
@@ -128,21 +132,24 @@ def refuse_other_sum(
     `tolerance` is the relative difference that a sum of losses may have; `loss` is what `together`
     are the gradients of.
     """
-    names = [name for name, one in replica.module.named_parameters() if one.requires_grad]
-    noise = tolerance * max(map(_typical_size, together))
+    named = zip(replica.names, replica.parameters, strict=True)
+    names = [name for name, one in named if one.requires_grad]
+    lengths = [0.0 if one is None else _length(one) for one in together]
+    noise = tolerance * max(map(_typical_size, together, lengths))
     size = math.hypot(*(_length(one.detach()) for one in replica.parameters))
     least = tolerance * abs(loss) / max(size, 1e-30)
     worst, worst_name = 1.0, ""
-    for name, whole, *parts in zip(names, together, *apart, strict=True):
-        signed = [(whole, -1), *((part, 1) for part in parts)]
-        every = [(one, sign) for one, sign in signed if one is not None]
+    for name, whole, length, *parts in zip(names, together, lengths, *apart, strict=True):
+        every = [one for one in (whole, *parts) if one is not None]
         if not every:
             continue
-        if len({one.layout for one, _ in every}) > 1:
-            every = [(one.to_dense() if one.is_sparse else one, sign) for one, sign in every]
-        difference = _length(functools.reduce(torch.add, [one * sign for one, sign in every]))
-        allowed = min(_MOST, _LARGER * tolerance) * sum(_length(one) for one, _ in every)
-        allowed += noise * every[0][0].numel() ** 0.5 + least
+        if len({one.layout for one in every}) > 1:
+            every = [one.to_dense() if one.is_sparse else one for one in every]
+        first, others = (None, every) if whole is None else (every[0], every[1:])
+        total = functools.reduce(torch.add, others) if others else None
+        difference = length if total is None else _length(total if first is None else total - first)
+        allowed = min(_MOST, _LARGER * tolerance) * (length + sum(map(_length, others)))
+        allowed += noise * every[0].numel() ** 0.5 + least
         if difference > worst * allowed:
             worst, worst_name = difference / allowed, name
     if worst_name:
@@ -157,13 +164,14 @@ def refuse_other_sum(
         )
 
 
-def _typical_size(gradient: torch.Tensor | None) -> float:
-    """Return the root mean square of a gradient; zero if it is not finite."""
-    size = 0.0 if gradient is None else _length(gradient) / max(1, gradient.numel()) ** 0.5
+def _typical_size(gradient: torch.Tensor | None, length: float) -> float:
+    """Return the root mean square of a gradient of a length; zero if it is not finite."""
+    size = 0.0 if gradient is None else length / max(1, gradient.numel()) ** 0.5
     return size if math.isfinite(size) else 0.0
 
 
 def _length(gradient: Any) -> float:
     numbers = gradient.coalesce().values() if gradient.is_sparse else gradient
-    wide = torch.promote_types(numbers.dtype, torch.float32)
-    return float(torch.linalg.vector_norm(numbers.to(wide)))
+    if numbers.dtype is not torch.float32:
+        numbers = numbers.to(torch.promote_types(numbers.dtype, torch.float32))
+    return float(torch.linalg.vector_norm(numbers))

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from evenstep.batch import Batch
 from evenstep.batch.cut import tensors_of
-from evenstep.batch.rng import ShardRandomness
+from evenstep.batch.rng import ShardRandomness, watched_generators
 from evenstep.contract.adding_up.constant_numbers import ConstantNumbers
 from evenstep.contract.adding_up.gradients import Gradients, gradients_of, refuse_other_sum
 from evenstep.engine.task import is_device_failure
@@ -77,36 +78,20 @@ def judge_separability(
         ContractError: the objective doesn't add up over the shards.
     """
     _refuse_scaled_by_frequency(replica.module)
-    numbers, autocasting = ConstantNumbers(), autocast(replica.device.kind, work.precision)
-    randomness = ShardRandomness(work.random_seed)
-
-    def compute(batch: Batch, examples: int, *, learns: bool = False) -> Loss:
-        if replica.buffers:
-            replica.put_back_buffers()
-            replica.open_shard()
-        total, count, *_ = objective(replica.module, batch, examples)
-        gradients = gradients_of(replica, total, work.divisor) if learns else None
-        return Loss(float(total.detach()), float(count), total.dtype, gradients)
-
-    found: list[tuple[Loss, Sequence[Loss], int]] = []
-    known: dict[int, Loss] = {}
+    numbers = ConstantNumbers()
+    compute = functools.partial(
+        _compute_pairs,
+        replica,
+        work,
+        neighbours,
+        objective,
+        compares_gradients=compares_gradients,
+    )
     try:
-        with (
-            evaluation_mode(replica.module),
-            _fixed_statistics(replica),
-            autocasting,
-            randomness,
-            numbers,
-        ):
-            for two in itertools.pairwise(neighbours.shards):
-                learns = compares_gradients and not found
-                batch, examples = neighbours.take(two)
-                computed = functools.partial(compute, learns=learns)
-                together = _computed_together(computed, batch, examples, neighbours, two)
-                apart: Sequence[Loss] = _computed_apart(computed, neighbours, two, known)
-                found.append((together, apart, examples))
-                if not known:  # shards that gather may number their rows from the first shard on
-                    break
+        try:
+            found = compute()
+        except _DrawnError:
+            found = compute(numbers)
     except _OneAtATimeError:
         raise
     except Exception as error:  # the model may not be made for evaluation mode
@@ -124,6 +109,71 @@ def judge_separability(
             loss = together.total / work.divisor
             refuse_other_sum(replica, together.gradients, gradients, tolerance, loss=loss)
     return ""
+
+
+def _compute_pairs(
+    replica: Replica,
+    work: ShardWork,
+    neighbours: Neighbours,
+    objective: ShardObjective,
+    numbers: ConstantNumbers | None = None,
+    *,
+    compares_gradients: bool,
+) -> Sequence[tuple[Loss, Sequence[Loss], int]]:
+    """Compute neighbouring shards together and apart; return with both how many examples they have.
+
+    `numbers` stands for random numbers. It looks at each op, so it is left out where none is drawn.
+
+    Raises:
+        _DrawnError: a shard has drawn random numbers, and no `numbers` were given.
+    """
+    randomness, given = ShardRandomness(work.random_seed), list[torch.Generator]()
+
+    def note(generator: torch.Generator, run: Callable[[], Any]) -> Any:
+        given.append(generator)
+        return run()
+
+    def refuse_drawn() -> None:
+        if numbers is None and (given or randomness.has_drawn):
+            raise _DrawnError
+
+    def compute(batch: Batch, examples: int, *, learns: bool = False) -> Loss:
+        if replica.buffers:
+            replica.put_back_buffers()
+            replica.open_shard()
+        try:
+            total, count, *_ = objective(replica.module, batch, examples)
+            gradients = gradients_of(replica, total, work.divisor) if learns else None
+        except Exception:
+            refuse_drawn()
+            raise
+        refuse_drawn()
+        return Loss(float(total.detach()), float(count), total.dtype, gradients)
+
+    found: list[tuple[Loss, Sequence[Loss], int]] = []
+    known: dict[int, Loss] = {}
+    with (
+        evaluation_mode(replica.module),
+        _fixed_statistics(replica),
+        autocast(replica.device.kind, work.precision),
+        watched_generators(note),
+        randomness,
+        numbers or contextlib.nullcontext(),
+    ):
+        for two in itertools.pairwise(neighbours.shards):
+            learns = compares_gradients and not found
+            batch, examples = neighbours.take(two)
+            computed = functools.partial(compute, learns=learns)
+            together = _computed_together(computed, batch, examples, neighbours, two)
+            apart: Sequence[Loss] = _computed_apart(computed, neighbours, two, known)
+            found.append((together, apart, examples))
+            if not known:  # shards that gather may number their rows from the first shard on
+                break
+    return found
+
+
+class _DrawnError(EvenstepError):
+    """A shard has drawn random numbers."""
 
 
 class _OneAtATimeError(ContractError):

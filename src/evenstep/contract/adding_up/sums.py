@@ -80,8 +80,7 @@ def _plain_mean(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.
 
 
 def _compare(replica: Replica, summed: Tensors, plain: Tensors) -> None:
-    names = [name for name, _ in replica.module.named_parameters()]
-    for name, ours, theirs in zip(names, summed, plain, strict=True):
+    for name, ours, theirs in zip(replica.names, summed, plain, strict=True):
         if not are_alike(ours, theirs):
             raise WrongSumError(
                 f"the sum of two shards' gradients of {name} differs from the plain sum of their "

@@ -12,16 +12,16 @@ import gc
 import random
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from evenstep.batch.rng import default_generator
+from evenstep.batch.rng import default_generator, is_autograds_thread, watched_generators
 from evenstep.errors import ContractError
-from evenstep.private_torch.dispatch import OpsMode, dispatch_modes
+from evenstep.private_torch.graph import is_in_backward
 
 _UNNOTICED = {"torch", "tempfile", "uuid", "email", "logging", "multiprocessing", "asyncio"}
 """Packages whose own draws (names of files, delays) don't reach what a shard computes."""
@@ -49,7 +49,7 @@ class ForeignDraw(NamedTuple):
         return self.what, self.file, self.line
 
 
-class ForeignDraws(OpsMode):
+class ForeignDraws:
     """Inside `with`, notes what the calling thread draws from foreign generators.
 
     It sees the draws of autograd's threads too, as far as they are torch's and numpy's; those of
@@ -67,12 +67,14 @@ class ForeignDraws(OpsMode):
 
     Attributes:
         found: the draws, each place once, in their order.
+        has_run_in_backward: whether Python code has run in a backward pass (of a hook, a function
+            of the user's, a mode), or whether that is unknown, since something else profiles.
     """
 
     def __init__(self, *, thorough: bool = False) -> None:
-        super().__init__()
         self._thorough = thorough
         self.found: list[ForeignDraw] = []
+        self.has_run_in_backward = False
         self._thread = 0
         self._opened = contextlib.ExitStack()
 
@@ -81,9 +83,9 @@ class ForeignDraws(OpsMode):
             opened.enter_context(_ONE_AT_A_TIME)
             self._thread = threading.get_ident()
             opened.enter_context(_watched_numpy(self, thorough=self._thorough))
-            super().__enter__()  # type: ignore[no-untyped-call]
-            opened.push(super().__exit__)
-            if sys.getprofile() is None:  # do not replace another profiler
+            opened.enter_context(watched_generators(self._run))
+            self.has_run_in_backward = sys.getprofile() is not None
+            if not self.has_run_in_backward:  # do not replace another profiler
                 sys.setprofile(self._profile)
                 opened.callback(sys.setprofile, None)
             self._opened = opened.pop_all()
@@ -92,26 +94,22 @@ class ForeignDraws(OpsMode):
     def __exit__(self, *error: Any) -> None:
         self._opened.__exit__(*error)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Run one op, and note the generator that the model passes to it."""
-        kwargs = kwargs or {}
-        given = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Generator)]
-        if not given:
-            return func(*args, **kwargs)
-        is_default = _equals_default(given[0])
-        result = func(*args, **kwargs)
+    def _run(self, given: torch.Generator, run: Callable[[], Any]) -> Any:
+        """Run a random op of torch, and note the generator that the model passes to it."""
+        is_default = _equals_default(given)
+        result = run()
         frame = _first_frame(sys._getframe(1), {"torch", "evenstep"})
-        if is_default and _equals_default(given[0]):
-            self._note("torch's default generator, given by generator=", given[0], frame, True)
+        if is_default and _equals_default(given):
+            self._note("torch's default generator, given by generator=", given, frame, True)
         else:
-            self._note("a torch.Generator", given[0], frame, False)
+            self._note("a torch.Generator", given, frame, False)
         return result
 
     def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
         """Note a draw from one of Python's generators; called by Python for each call."""
         if event != "c_call":
+            if event == "call" and not self.has_run_in_backward:
+                self.has_run_in_backward = is_in_backward()
             return
         generator = getattr(argument, "__self__", None)
         if isinstance(generator, random.Random) and argument.__name__ in ("random", "getrandbits"):
@@ -123,8 +121,7 @@ class ForeignDraws(OpsMode):
 
     def note_numpy(self, generator: object, frame: FrameType) -> None:
         """Note a draw from one of numpy's generators, if the shard makes it."""
-        is_here = threading.get_ident() == self._thread
-        if not is_here and self not in dispatch_modes():
+        if threading.get_ident() != self._thread and not is_autograds_thread():
             return
         drawing = _first_frame(frame, {"numpy"})
         if generator is np.random.mtrand._rand:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-import torch
-
-from evenstep.batch.rng import ShardRandomness
-from evenstep.contract.leaves import graph_leaves
-from evenstep.contract.module_state import kept
-from evenstep.contract.outside.process_settings import ProcessSettings
-from evenstep.contract.rehearsal import Rehearsal, cloned
 from evenstep.errors import ContractError
-from evenstep.options.experiment import autocast
 from evenstep.replicas import Replica
 from evenstep.replicas.replica import same_bits
+from evenstep.shard.forward_backward import OuterModelError
 
 
-def refuse_outer_module(home: Replica, copied: Replica | None, rehearsal: Rehearsal) -> None:
-    """Compute a shard on a copy of the model, and refuse code that computes with the model itself.
+@contextmanager
+def on_copies_alone(home: Replica) -> Iterator[None]:
+    """Inside `with`, shards are computed on a copy of the model; refuse one that uses the model.
 
     A function in an attribute or a hook, such as `lambda x: self.norm(x)`, is not copied with the
     module, and an objective may call a model from outside.
@@ -27,35 +22,17 @@ def refuse_outer_module(home: Replica, copied: Replica | None, rehearsal: Rehear
         ContractError: names a buffer that was written, or the loss depends on the model's own
             parameters.
     """
-    if copied is None:
-        return
-    work, objective = rehearsal.works[0], rehearsal.objective
-    if copied.buffers:
-        copied.open_shard()
-    own, total, settings = cloned(work.batch), None, ProcessSettings()
-    with (
-        settings,
-        kept(copied),
-        ShardRandomness(work.random_seed),
-        autocast("cpu", work.precision),
-        contextlib.suppress(Exception),  # the check that follows meets it again
-    ):
-        total, *_ = objective(copied.module, own, work.examples)
-    settings.refuse_changed()
-    _refuse_written_buffers(home)
-    if total is not None and total.requires_grad:
-        _refuse_reached(total, home, copied)
-
-
-def _refuse_reached(total: torch.Tensor, home: Replica, copied: Replica) -> None:
-    """Refuse a loss that a copy of the model gave, and that depends on the model's parameters."""
-    own = {*map(id, home.parameters)} - {*map(id, copied.parameters)}
-    if any(id(leaf) in own for leaf in graph_leaves(total)):
+    try:
+        yield
+    except OuterModelError as error:
         raise ContractError(
             "the loss depends on parameters of the model itself where it is computed on a copy of "
             "the model, as each further device has one: objective(model, *batch) must call the "
             "model that it is given, not one from outside, such as self.model"
-        )
+        ) from error
+    finally:  # also where the shard has raised an error, which the step meets again
+        if not home.device.is_accelerator:
+            _refuse_written_buffers(home)
 
 
 def _refuse_written_buffers(home: Replica) -> None:

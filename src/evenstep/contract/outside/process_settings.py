@@ -6,16 +6,18 @@ in the user's thread does not reach the lanes.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
 from evenstep.arithmetic import is_portable, is_portable_here
-from evenstep.devices import torch_settings
 from evenstep.devices.accelerator import autocast_kinds
+from evenstep.devices.arithmetic import CALL, READS, torch_settings
 from evenstep.devices.forward_mode import refuse_inside_a_level
 from evenstep.errors import ContractError
 from evenstep.limits import Arithmetic
+from evenstep.private_torch.compilers import cudnn_benchmarks, cudnn_is_deterministic, uses_cudnn
 from evenstep.private_torch.dispatch import DeviceContext, OpsMode, dispatch_modes, function_modes
 from evenstep.private_torch.graph import saving_hooks
 from evenstep.private_torch.modules import parametrizations_are_cached
@@ -43,14 +45,16 @@ class ProcessSettings(OpsMode):
     def __init__(self) -> None:
         super().__init__()
         self._before = _settings()
+        self._known = [[*map(CALL, _READS)]]  # what was read of settings that are the same
         self._changed = ""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run one op, and look at the settings that it runs with."""
-        self._look()
-        return func(*args, **(kwargs or {}))
+        if [*map(CALL, _READS)] not in self._known:
+            self._look()
+        return func(*args, **kwargs) if kwargs else func(*args)
 
     def refuse_changed(self) -> None:
         """Refuse the shard if it has changed a setting, for an op or for good."""
@@ -67,30 +71,33 @@ class ProcessSettings(OpsMode):
             )
 
     def _look(self) -> None:
+        if self._changed:
+            return
+        now = _settings()
+        self._changed = next((name for name in now if now[name] != self._before[name]), "")
         if not self._changed:
-            now = _settings()
-            self._changed = next((name for name in now if now[name] != self._before[name]), "")
+            self._known.append([*map(CALL, _READS)])
 
 
 def _settings() -> dict[str, str]:
+    """Return the settings by name, for a message."""
+    casts = any(map(torch.is_autocast_enabled, autocast_kinds()))
     return {
         **torch_settings(),
-        "torch.backends.cudnn": str(
-            (
-                torch.backends.cudnn.enabled,
-                torch.backends.cudnn.benchmark,
-                torch.backends.cudnn.deterministic,
-            )
-        ),
+        "torch.backends.cudnn": str(tuple(map(CALL, _OF_CUDNN))),
         _THREADS: str(torch.get_num_threads()),
-        _CASTS: str(_casts_are_cached()),
+        _CASTS: str(casts and torch.is_autocast_cache_enabled()),
         _PARAMETRIZED: str(parametrizations_are_cached()),
     }
 
 
-def _casts_are_cached() -> bool:
-    casts = any(map(torch.is_autocast_enabled, autocast_kinds()))
-    return casts and torch.is_autocast_cache_enabled()
+_OF_CUDNN = (uses_cudnn, cudnn_benchmarks, cudnn_is_deterministic)
+_READS = (
+    *READS,
+    *(*_OF_CUDNN, torch.get_num_threads, torch.is_autocast_cache_enabled),
+    *(functools.partial(torch.is_autocast_enabled, kind) for kind in autocast_kinds()),
+    functools.partial(parametrizations_are_cached),
+)
 
 
 def refuse_modes(device: torch.device, arithmetic: Arithmetic = "torch") -> None:
