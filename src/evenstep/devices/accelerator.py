@@ -173,6 +173,36 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device.index)
 
 
+# ---- memory of the host
+
+
+def pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a CPU's tensor in pinned memory; the tensor itself where none can be had.
+
+    When an accelerator has failed, torch raises its error for whoever next asks for pinned memory,
+    once for each block that the accelerator had used. Copies without pinned memory are right, too.
+    """
+    try:
+        return tensor.pin_memory()
+    except RuntimeError as error:
+        if not is_failure(error):
+            raise
+        return tensor
+
+
+def copy_to_pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of an accelerator's tensor in pinned memory, which has not ended on return.
+
+    Where no pinned memory can be had (see `pinned`), it is in other memory, and has ended.
+    """
+    try:
+        return tensor.to("cpu", non_blocking=True)
+    except RuntimeError as error:
+        if not is_failure(error):
+            raise
+        return tensor.to("cpu")
+
+
 # ---- random numbers
 
 

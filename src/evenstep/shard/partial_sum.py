@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import torch
 
 from evenstep.collectives import tree_sum
-from evenstep.devices import Device, carry
+from evenstep.devices import Device
 from evenstep.engine import streams
 from evenstep.errors import ContractError, EvenstepError
 from evenstep.private_torch.tensors import (
@@ -207,9 +207,12 @@ def divide_gradients(gradients: Sequence[torch.Tensor | None], count: float) -> 
 
 
 def receive(value: PartialSum, device: Device) -> None:
-    """Make the calling lane's stream wait for the kernels that computed `value`; block on a CPU."""
+    """Make the calling lane's streams wait for the kernels that computed `value`.
+
+    On a CPU device that is its stream on the device that has computed it, which copies it next.
+    """
     if value.fence is not None:
-        streams.wait_for([value.fence], device)
+        streams.wait_for([value.fence], device if device.is_accelerator else value.replica.device)
         streams.keep((value.gradients, value.buffers))
 
 
@@ -263,16 +266,9 @@ def at_home(root: PartialSum, home: Replica) -> PartialSum:
 
 def _moved(value: PartialSum, replica: Replica) -> PartialSum:
     """Return a copy in the memory of `replica`, which the calling lane has received."""
-
-    def moved(tensors: Tensors) -> Tensors:
-        return [None if tensor is None else carry(tensor, replica.device) for tensor in tensors]
-
+    gradients, buffers = streams.copy_to((value.gradients, value.buffers), replica.device)
     return dataclasses.replace(
-        value,
-        gradients=moved(value.gradients),
-        buffers=moved(value.buffers),
-        replica=replica,
-        fence=None,
+        value, gradients=gradients, buffers=buffers, replica=replica, fence=None
     )
 
 

@@ -34,6 +34,8 @@ from torch.utils import _pytree as pytree
 SOURCES = Path(__file__).parent
 MODES = ("lazy", "random", "thread", "eager")
 DEVICES = 4
+POLLING = "an event, by polling"
+"""What `host_waits` counts for an event that a program has asked for before it had passed."""
 
 
 def missing() -> str:
@@ -102,6 +104,19 @@ def configure(mode: str = "lazy", seed: int = 0, delay_us: int = 100) -> None:
 def fail_after(device: int, kernels: int) -> None:
     """Let a kernel of a device fail when it runs, after `kernels` others; then every call fails."""
     _ops().fail_after(device, kernels)
+
+
+def disappear(device: int, kernels: int = -1, at: str = "") -> None:
+    """Let a device fall off the bus, and with it what its memory holds; then every call fails.
+
+    Also those fail that need no kernel: views, events, new memory; what is freed stays in use.
+
+    Args:
+        device: its number.
+        kernels: how many kernels still run; -1 to let it disappear now.
+        at: the name of the kernels that are counted; all if it is empty.
+    """
+    _ops().disappear(device, kernels, at)
 
 
 def stand_still(device: int, still: bool = True) -> None:

@@ -9,14 +9,16 @@ void configure(c10::string_view mode, int64_t seed, int64_t delay_us) {
   Lock lock(m.mutex);
   for (auto& device : m.devices) {
     device.stands_still = false;
-    device.fails_after = -1;
+    device.fails_after = device.gone_after = -1;
     device.delay_us = 0;
     device.memory_limit = State().memory_limit;
   }
   for (auto* s : m.all)
     wait_until(lock, s, s->submitted);
-  for (auto& device : m.devices)
+  for (auto& device : m.devices) {
     device.error.clear();
+    device.is_gone = false;
+  }
   m.mode = mode_named(std::string(mode));
   m.random.seed((uint64_t)seed);
   m.delay_us = delay_us;
@@ -82,6 +84,13 @@ TORCH_LIBRARY(emu, m) {
   m.def("fail_after(int device, int kernels) -> ()", [](int64_t dev, int64_t kernels) {
     Lock lock(machine().mutex);
     device_at(dev).fails_after = (int)kernels;
+  });
+  m.def("disappear(int device, int kernels, str at) -> ()", [](int64_t dev, int64_t kernels, c10::string_view at) {
+    Lock lock(machine().mutex);
+    device_at(dev).gone_after = (int)kernels;
+    device_at(dev).gone_at = std::string(at);
+    if (kernels < 0)
+      disappear((int)dev, "between two kernels");
   });
   m.def("stand_still(int device, bool still) -> ()", [](int64_t dev, bool still) {
     Lock lock(machine().mutex);
