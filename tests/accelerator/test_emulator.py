@@ -141,6 +141,21 @@ def end_backward_elsewhere(device, ok):
     return torch.equal(own.grad.cpu(), theirs.grad)
 
 
+def guard_the_current_device(device, ok):
+    """A function waits for the current device, which need not be that of its argument."""
+
+    def three_times(x):
+        index = x.device.index if ok else torch.accelerator.current_device_index()
+        with torch.get_device_module("emu").device(index):
+            target.copy_(x * 3, non_blocking=True)
+            torch.accelerator.synchronize()
+
+    x, target = torch.randn(SIZE), torch.zeros(SIZE).pin_memory()
+    with torch.get_device_module("emu").device(3):
+        three_times(x.to(device))
+    return torch.equal(target, x * 3)
+
+
 PROGRAMS = (
     wait_for_a_copy,
     wait_for_a_kernel,
@@ -151,6 +166,7 @@ PROGRAMS = (
     wait_across_devices,
     wait_for_a_peer,
     end_backward_elsewhere,
+    guard_the_current_device,
 )
 
 
