@@ -139,6 +139,19 @@ def pending(device: int) -> int:
     return int(_ops().pending(device))
 
 
+def is_used(device: int) -> bool:
+    """Return whether CUDA would have started on a device since the last `configure`."""
+    return bool(_ops().is_used(device))
+
+
+def used_streams(device: int) -> list[int]:
+    """Return the streams of a device that had work, or memory, since the last `configure`.
+
+    The default stream is number 0.
+    """
+    return list(_ops().used_streams(device))
+
+
 def counts() -> dict[str, int]:
     """Return how many ops were queued, ran at once, were tried on zeros; how many blocks reused."""
     return dict(zip(("queued", "at once", "tried", "reused"), _ops().counts(), strict=True))

@@ -17,13 +17,14 @@ void configure(c10::string_view mode, int64_t seed, int64_t delay_us) {
     wait_until(lock, s, s->submitted);
   for (auto& device : m.devices) {
     device.error.clear();
-    device.is_gone = false;
+    device.is_gone = device.is_used = false;
   }
   m.mode = mode_named(std::string(mode));
   m.random.seed((uint64_t)seed);
   m.delay_us = delay_us;
   for (auto* s : m.all) {
     s->pause = 0;
+    s->is_used = false;
     s->slowness = m.random() % 3;
     s->wake.notify_all();
   }
@@ -113,6 +114,18 @@ TORCH_LIBRARY(emu, m) {
     for (auto& s : device_at(dev).streams)
       count += s->queue.size();
     return count;
+  });
+  m.def("is_used(int device) -> bool", [](int64_t dev) {
+    Lock lock(machine().mutex);
+    return device_at(dev).is_used;
+  });
+  m.def("used_streams(int device) -> int[]", [](int64_t dev) {
+    Lock lock(machine().mutex);
+    std::vector<int64_t> used;
+    for (auto& s : device_at(dev).streams)
+      if (s->is_used)
+        used.push_back(s->id);
+    return used;
   });
   m.def("counts() -> int[]", []() -> std::vector<int64_t> {
     int64_t reused = 0;

@@ -47,6 +47,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     Lock lock(machine().mutex);
     refuse_gone(lock, index_of(d));
     auto& device = machine().devices[index_of(d)];
+    device.is_used = true;
     int number = device.next_stream;
     device.next_stream = number + 1 < machine().streams_each ? number + 1 : 1;
     return wrap(device.streams[number].get());

@@ -155,6 +155,7 @@ struct DeviceAllocator final : c10::DeviceAllocator {
       return {nullptr, nullptr, &free_on_device, device};
     Lock lock(machine().mutex);
     refuse_gone(lock, dev);
+    stream->is_used = device_of(stream).is_used = true;
     void* start = pools()[dev].get(lock, nbytes, stream, machine().devices[dev].memory_limit);
     return {start, start, &free_on_device, device};
   }
@@ -210,6 +211,9 @@ struct PinnedAllocator final : c10::Allocator {
       return {nullptr, nullptr, &free_pinned, c10::Device(at::kCPU)};
     Lock lock(machine().mutex);
     refuse_failed_users(lock);
+    auto& all = machine().devices;
+    if (std::none_of(all.begin(), all.end(), [](State& device) { return device.is_used; }))
+      all[current_device].is_used = true;  // CUDA starts there, unless it has started elsewhere
     void* start = pinned().get(lock, nbytes, nullptr, SIZE_MAX);
     return {start, start, &free_pinned, c10::Device(at::kCPU)};
   }

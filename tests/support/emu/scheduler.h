@@ -49,6 +49,7 @@ struct Stream {
   uint64_t submitted = 0, done = 0;  // items are numbered from 1 on each stream
   uint64_t pause = 0;                // random mode: turns that it sits out
   bool has_thread = false;
+  bool is_used = false;          // since the machine was configured: work was queued, or memory asked for
   int slowness = 1;              // thread mode: 0 never late, 1 sometimes, 2 always
   std::condition_variable wake;  // thread mode: of its thread
   std::vector<Stream*> waiters;  // thread mode: streams whose first item waits for this one
@@ -57,6 +58,7 @@ struct Stream {
 struct State {  // of one device
   std::vector<std::unique_ptr<Stream>> streams;
   int next_stream = 1;
+  bool is_used = false;     // since the machine was configured, as CUDA's contexts are
   std::string error;        // of a kernel; stays, and every later call on the device fails
   int fails_after = -1;     // a fault on request: kernels until one fails
   int gone_after = -1;      // another: kernels until the device disappears, with what its memory holds,
@@ -353,6 +355,7 @@ inline void advance_some(Lock& lock) {
 
 inline uint64_t push(Lock& lock, Stream* s, Item item) {
   auto& m = machine();
+  s->is_used = device_of(s).is_used = true;
   s->queue.push_back(std::move(item));
   m.last_push = Clock::now();
   if (m.mode != THREAD)
