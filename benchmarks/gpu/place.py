@@ -60,7 +60,8 @@ def counted_waits(device: str) -> Iterator[list[int]]:
 
         emu.host_waits()
         yield found
-        found.append(sum(emu.host_waits().values()))
+        waits = emu.host_waits()
+        found.append(waits.total() - waits[emu.POLLING])
         return
     seen: list[object] = []
     before = warnings.showwarning

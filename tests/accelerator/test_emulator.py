@@ -141,6 +141,21 @@ def end_backward_elsewhere(device, ok):
     return torch.equal(own.grad.cpu(), theirs.grad)
 
 
+def guard_the_current_device(device, ok):
+    """A function waits for the current device, which need not be that of its argument."""
+
+    def three_times(x):
+        index = x.device.index if ok else torch.accelerator.current_device_index()
+        with torch.get_device_module("emu").device(index):
+            target.copy_(x * 3, non_blocking=True)
+            torch.accelerator.synchronize()
+
+    x, target = torch.randn(SIZE), torch.zeros(SIZE).pin_memory()
+    with torch.get_device_module("emu").device(3):
+        three_times(x.to(device))
+    return torch.equal(target, x * 3)
+
+
 PROGRAMS = (
     wait_for_a_copy,
     wait_for_a_kernel,
@@ -151,6 +166,7 @@ PROGRAMS = (
     wait_across_devices,
     wait_for_a_peer,
     end_backward_elsewhere,
+    guard_the_current_device,
 )
 
 
@@ -257,6 +273,42 @@ def test_a_kernel_fails_when_it_runs_and_every_later_call_on_its_device():
         with pytest.raises(torch.AcceleratorError, match="a fault on request"):
             call()
     assert torch.ones(3, device="emu:1").sum().item() == 3
+
+
+def test_a_device_disappears_with_its_memory_and_every_call_fails():
+    def ready(device):
+        event = torch.Event(f"emu:{device}")
+        event.record(CURRENT(device))
+        return event
+
+    given, here = torch.ones(3, device="emu:1"), torch.zeros(3, device="emu:0")
+    stream, event, used = torch.Stream("emu:1"), ready(1), torch.ones(3).pin_memory()
+    given.add_(1)
+    here.copy_(used.to("emu:1", non_blocking=True))  # none of it has run
+    del used
+    emu.disappear(1)
+    for call in (
+        given.cpu,
+        event.query,
+        lambda: given + 1,
+        lambda: given[0],
+        lambda: given.record_stream(stream),
+        lambda: given.to("emu:0"),
+        lambda: given.copy_(here),
+        lambda: torch.empty(3, device="emu:1"),
+        lambda: torch.Stream("emu:1"),
+        lambda: event.record(stream),
+        lambda: CURRENT(0).wait_event(event),
+        lambda: torch.accelerator.synchronize(1),
+        lambda: torch.accelerator.get_memory_info(1),
+        lambda: torch.ones(3).pin_memory(),  # once, for the block that the device had used
+    ):
+        with pytest.raises(torch.AcceleratorError, match="off the bus"):
+            call()
+    assert torch.ones(3).pin_memory().is_pinned()
+    assert here.sum().item() != 3  # what was on its way is lost
+    given = None  # which frees it
+    assert torch.ones(3, device="emu:0").sum().item() == 3
 
 
 def test_a_bad_label_is_a_device_side_assert():

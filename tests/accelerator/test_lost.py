@@ -2,6 +2,7 @@
 
 import _thread
 import math
+import signal
 import threading
 
 import pytest
@@ -127,6 +128,84 @@ def test_an_evaluation_goes_on_without_a_device_whose_kernel_fails(devices):
     for kernels in range(0, 24, 3):
         emu.configure()
         assert evaluate(devices, kernels) == expected
+
+
+MOMENTS = {
+    "between two steps": (),
+    "in the copy of an opening": (4, "p2p ready"),  # behind four parameters
+    "in a shard": (0, "aten::native_batch_norm"),
+    "in the sum": (0, "aten::add"),
+    "in the copy of a partial sum": (0, "copy_"),
+    "in the end of a shard": (0, "copy_ D2H"),
+}
+
+
+@pytest.mark.parametrize("mode", ["lazy", "thread"])
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("moment", MOMENTS.values(), ids=MOMENTS)
+def test_the_others_go_on_without_a_device_that_disappears(moment, in_flight, mode, caplog):
+    emu.configure(mode, delay_us=20)
+
+    def disappear(number):
+        if number == 2:
+            emu.disappear(1, *moment)
+
+    found = train(["emu:0", "emu:1"], before=disappear, max_in_flight=in_flight)
+    assert "emu:1 was lost" in caplog.text
+    assert_same_bits(found, train("cpu:0"))
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("moment", MOMENTS.values(), ids=MOMENTS)
+def test_training_ends_with_a_model_s_device_that_disappears(moment, in_flight):
+    def disappear(number):
+        if number == 2:
+            emu.disappear(0, *moment)
+
+    with pytest.raises(torch.AcceleratorError, match="off the bus") as raised:
+        train(["emu:0", "emu:1"], before=disappear, max_in_flight=in_flight)
+    assert any("load the last checkpoint" in note for note in raised.value.__notes__)
+
+
+@pytest.mark.parametrize("devices", [["emu:0", "emu:1"], ["cpu:0", "emu:1"]], ids=str)
+@pytest.mark.parametrize("kernels", [-1, *range(0, 80, 9)])
+@pytest.mark.thinned(2)
+def test_all_of_a_training_goes_on_without_a_device_that_has_disappeared(
+    kernels, devices, tmp_path
+):
+    """Steps, evaluations, and a save in the handler of a signal that comes in an evaluation."""
+
+    def pressing(output, y):
+        if not saved:
+            signal.raise_signal(signal.SIGTERM)
+        return evenstep.metrics.accuracy(output, y)
+
+    def results(devices, kernels=None):
+        saved.clear()
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        with evenstep.Trainer(
+            model, optimizer, nn.CrossEntropyLoss(), devices=devices, shards=4
+        ) as trainer:
+
+            def save(*_):
+                saved.append(trainer.save(tmp_path / f"{devices}"))
+
+            float(trainer.step(*batch_of(0)))
+            if kernels is not None:
+                emu.disappear(1, kernels)
+            found = trainer.evaluate([batch_of(1)], {"accuracy": evenstep.metrics.accuracy})
+            found["outputs"] = trainer.predict([batch_of(2)[:1]]).tolist()
+            trainer.step(*batch_of(2))
+            before = signal.signal(signal.SIGTERM, save)
+            trainer.evaluate([batch_of(1)], {"accuracy": pressing})
+            signal.signal(signal.SIGTERM, before)
+            assert saved
+            trainer.step(*batch_of(3))
+            return found, trainer.fingerprint()
+
+    saved = []
+    assert results(devices, kernels) == results("cpu:0")
 
 
 def test_the_others_go_on_without_a_device_that_stands_still(caplog):

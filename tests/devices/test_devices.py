@@ -43,7 +43,7 @@ def gpus(monkeypatch):
     def plug_in(*models):
         kind = torch.device("cuda") if models else None
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: kind)
-        monkeypatch.setattr(accelerator, "refuse_incomplete", lambda kind: None)
+        monkeypatch.setattr(accelerator, "refuse_incomplete", lambda kind, devices: None)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(models))
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(models))
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: models[index])

@@ -9,7 +9,7 @@ of these is refused by its name. CPU devices need nothing of this.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,16 +56,24 @@ def _lacking(kind: str) -> list[str]:
     return [f"torch.{kind}.{name}" for name in _NEEDED if not hasattr(module, name)]
 
 
-def refuse_incomplete(kind: str) -> None:
+def refuse_incomplete(kind: str, devices: Sequence[torch.device]) -> None:
     """Refuse a kind of accelerator that lacks what evenstep needs.
+
+    Afterwards a device of the list has been used: torch starts on it, not on the first one of the
+    machine, for pinned memory.
+
+    Args:
+        kind: the kind.
+        devices: those of this kind that were asked for.
 
     Raises:
         DeviceError: names what it lacks.
     """
     lacking = _lacking(kind)
     try:
-        torch.Event(torch.device(kind))
-        torch.Stream(torch.device(kind))
+        for device in devices[:1]:
+            torch.Event(device)
+            torch.Stream(device)
     except (RuntimeError, TypeError) as error:
         lacking.append(f"streams and events ({error})")
     if lacking:
@@ -189,6 +197,36 @@ def synchronize(device: torch.device) -> None:
     """Wait for all kernels on a device; on a CPU, none is left."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device.index)
+
+
+# ---- memory of the host
+
+
+def pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a CPU's tensor in pinned memory; the tensor itself where none can be had.
+
+    When an accelerator has failed, torch raises its error for whoever next asks for pinned memory,
+    once for each block that the accelerator had used. Copies without pinned memory are right, too.
+    """
+    try:
+        return tensor.pin_memory()
+    except RuntimeError as error:
+        if not is_failure(error):
+            raise
+        return tensor
+
+
+def copy_to_pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of an accelerator's tensor in pinned memory, which has not ended on return.
+
+    Where no pinned memory can be had (see `pinned`), it is in other memory, and has ended.
+    """
+    try:
+        return tensor.to("cpu", non_blocking=True)
+    except RuntimeError as error:
+        if not is_failure(error):
+            raise
+        return tensor.to("cpu")
 
 
 # ---- random numbers

@@ -185,9 +185,11 @@ def _check(devices: Sequence[Device]) -> None:
 
 def _check_gpus(devices: Sequence[Device]) -> None:
     kind, gpus = accelerator.kind_here(), gpu_count()
-    if kind is not None and kind in {device.kind for device in devices}:
+    of_kind = [device for device in devices if device.kind == kind]
+    if kind is not None and of_kind:
         accelerator.ask_for_deterministic_products(kind)
-        accelerator.refuse_incomplete(kind)
+        present = [device.torch_device for device in of_kind if device.index < gpus]
+        accelerator.refuse_incomplete(kind, present)
     for device in devices:
         if device.kind == "mps":
             raise DeviceError(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from evenstep.devices import accelerator
 from evenstep.devices.device import Device
 from evenstep.devices.process_wide import process_wide
 
@@ -23,7 +24,7 @@ def carry(
         tensor = tensor.detach()
     target = device.torch_device
     if device.is_accelerator and tensor.device.type == "cpu":
-        pinned = tensor.pin_memory()
+        pinned = accelerator.pinned(tensor)
         return pinned.to(target, copy=True, memory_format=memory_format, non_blocking=True)
     return tensor.to(target, copy=True, memory_format=memory_format)
 

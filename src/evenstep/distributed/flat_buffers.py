@@ -120,7 +120,7 @@ class FlatSpace:
         """
         own = [*map(views.__getitem__, bucket.numbers)]
         if right is None and not any(one is None for one in left):
-            copy_all(own, left)  # type: ignore[arg-type]
+            copy_all(own, left)
             return
         rights: Gradients = [None] * len(left) if right is None else right
         for view, ours, theirs in zip(own, left, rights, strict=True):

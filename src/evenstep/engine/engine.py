@@ -304,8 +304,8 @@ class Engine:
         INTERRUPTS.follow()
         self.refuse_inside("wait for all tasks")
         self._wait_until(0)
-        for device in self.devices:
-            if device.is_accelerator:
+        for lane, device in enumerate(self.devices):
+            if device.is_accelerator and lane not in self.lost_lanes:
                 accelerator.synchronize(device.torch_device)
         self._raise_unseen()
 

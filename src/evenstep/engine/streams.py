@@ -24,12 +24,30 @@ _LOOK_S = 1e-3  # the longest time between two looks at a fence
 
 
 def copy_to(value: Any, device: Device) -> Any:
-    """Return `value` with every tensor in it copied to `device`; everything else is unchanged."""
+    """Return `value` with every tensor in it copied to `device`; everything else is unchanged.
+
+    Copies from accelerators to a CPU are waited for together, not one by one.
+    """
+    sources = set[torch.device]()
 
     def copied(leaf: Any) -> Any:
-        return carry(leaf, device) if isinstance(leaf, torch.Tensor) else leaf
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if device.is_accelerator or leaf.device.type == "cpu":
+            return carry(leaf, device)
+        sources.add(leaf.device)
+        return copied_to_host(leaf.detach())
 
-    return optree.tree_map(copied, value)
+    found = optree.tree_map(copied, value)
+    finish([accelerator.fence_here(source) for source in sources])
+    return found
+
+
+def copy_each(tensors: Sequence[Any], devices: Sequence[Device]) -> list[Any]:
+    """Return copies of tensors, each on a device of its own; None where there is no tensor."""
+    if len({*devices}) < 2:
+        return [*copy_to(tensors, devices[0])] if tensors else []
+    return [*map(copy_to, tensors, devices)]
 
 
 def copied_to_host(value: Any) -> Any:
@@ -39,7 +57,7 @@ def copied_to_host(value: Any) -> Any:
     """
 
     def copied(leaf: Any) -> Any:
-        return leaf.to("cpu", non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
+        return accelerator.copy_to_pinned(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
     return optree.tree_map(copied, value)
 

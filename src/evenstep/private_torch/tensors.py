@@ -78,9 +78,11 @@ def memory_of(tensor: torch.Tensor) -> int:
 # ---- many tensors in one call
 
 
-def _copy_each(tensors: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+def _copy_each(
+    tensors: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], non_blocking: bool = False
+) -> None:
     for tensor, source in zip(tensors, sources, strict=True):
-        tensor.copy_(source)
+        tensor.copy_(source, non_blocking)
 
 
 def _add_each(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
@@ -93,10 +95,10 @@ def _divide_each(tensors: Sequence[torch.Tensor], number: float) -> None:
         tensor.div_(number)
 
 
-copy_all: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], Any] = private(
+copy_all: Callable[..., Any] = private(
     "torch", "_foreach_copy_", "copy many tensors in one call", public_way=_copy_each
 )
-"""Copy the second tensors into the first ones, in place."""
+"""Copy the second tensors into the first ones, in place; `non_blocking` as in `Tensor.copy_`."""
 
 add_all: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], Any] = private(
     "torch", "_foreach_add_", "add many tensors in one call", public_way=_add_each

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from evenstep.devices import Device, carry
+from evenstep.devices import Device, accelerator
+from evenstep.engine import streams
 from evenstep.errors import InputError, ModelError
 from evenstep.private_torch.modules import has_backward_hooks, own_buffers
 from evenstep.private_torch.tensors import copy_all, rows_of, version_of
@@ -90,7 +91,7 @@ class Replica:
     def take_given(self) -> None:
         """Copy the opening values to this replica's memory; called in its device's lane."""
         assert self.given is not None
-        self.opening = [*map(carry, self.given, self.buffer_devices)]
+        self.opening = streams.copy_each(self.given, self.buffer_devices)
         self.given = None
 
     def put_back_shapes(self) -> None:
@@ -242,9 +243,17 @@ def devices_of(
 
 
 def broadcast(home: Replica, replica: Replica) -> None:
-    """Copy the parameters of `home` into a replica with memory of its own."""
+    """Copy the parameters of `home` into a replica with memory of its own.
+
+    From a CPU to an accelerator the copies have not ended on return.
+    """
+    values: list[torch.Tensor] = [one.detach() for one in home.parameters]
+    if home.device.is_accelerator and not replica.device.is_accelerator:
+        values = streams.copy_to(values, replica.device)  # one wait for all
+    elif replica.device.is_accelerator and not home.device.is_accelerator:
+        values = [*map(accelerator.pinned, values)]
     with torch.no_grad():
-        copy_all(replica.parameters, list(home.parameters))
+        copy_all(replica.parameters, values, non_blocking=True)
 
 
 def note_left(parameters: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:

@@ -25,6 +25,7 @@ from torch import nn
 from evenstep.devices import Device, StagedDevice
 from evenstep.devices.accelerator import ignoring_failed
 from evenstep.devices.addresses import align, are_aligned, has_foreign_attributes, rounding
+from evenstep.engine import streams
 from evenstep.errors import ContractError, InputError, ModelError, add_note
 from evenstep.private_torch.modules import (
     backward_hooks,
@@ -377,6 +378,10 @@ class Replicas:
         for replica in self.copies:
             with ignoring_failed(*(part.torch_device for part in replica.device.parts)):
                 broadcast(self.home, replica)
+        if not self.home.device.is_accelerator:
+            for replica in self.copies:
+                with ignoring_failed(replica.device.torch_device):
+                    streams.finish(streams.fences_here([replica.device]))
         self.mark_synchronised()
 
     def mark_synchronised(self) -> None:

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import torch
 
 from evenstep.collectives import tree_sum
-from evenstep.devices import Device, carry
+from evenstep.devices import Device
 from evenstep.engine import streams
 from evenstep.errors import ContractError, EvenstepError
 from evenstep.private_torch.tensors import (
@@ -207,9 +207,12 @@ def divide_gradients(gradients: Sequence[torch.Tensor | None], count: float) -> 
 
 
 def receive(value: PartialSum, device: Device) -> None:
-    """Make the calling lane's stream wait for the kernels that computed `value`; block on a CPU."""
+    """Make the calling lane's streams wait for the kernels that computed `value`.
+
+    On a CPU device that is its stream on the device that has computed it, which copies it next.
+    """
     if value.fence is not None:
-        streams.wait_for([value.fence], device)
+        streams.wait_for([value.fence], device if device.is_accelerator else value.replica.device)
         streams.keep((value.gradients, value.buffers))
 
 
@@ -263,15 +266,10 @@ def at_home(root: PartialSum, home: Replica) -> PartialSum:
 
 def _moved(value: PartialSum, replica: Replica) -> PartialSum:
     """Return a copy in the memory of `replica`, which the calling lane has received."""
-
-    def moved(tensors: Tensors, devices: Sequence[Device]) -> Tensors:
-        pairs = zip(tensors, devices, strict=bool(tensors))
-        return [None if tensor is None else carry(tensor, device) for tensor, device in pairs]
-
     return dataclasses.replace(
         value,
-        gradients=moved(value.gradients, replica.parameter_devices),
-        buffers=moved(value.buffers, replica.buffer_devices),
+        gradients=streams.copy_each(value.gradients, replica.parameter_devices),
+        buffers=streams.copy_each(value.buffers, replica.buffer_devices),
         replica=replica,
         fence=None,
     )

@@ -34,6 +34,8 @@ from torch.utils import _pytree as pytree
 SOURCES = Path(__file__).parent
 MODES = ("lazy", "random", "thread", "eager")
 DEVICES = 4
+POLLING = "an event, by polling"
+"""What `host_waits` counts for an event that a program has asked for before it had passed."""
 
 
 def missing() -> str:
@@ -104,6 +106,19 @@ def fail_after(device: int, kernels: int) -> None:
     _ops().fail_after(device, kernels)
 
 
+def disappear(device: int, kernels: int = -1, at: str = "") -> None:
+    """Let a device fall off the bus, and with it what its memory holds; then every call fails.
+
+    Also those fail that need no kernel: views, events, new memory; what is freed stays in use.
+
+    Args:
+        device: its number.
+        kernels: how many kernels still run; -1 to let it disappear now.
+        at: the name of the kernels that are counted; all if it is empty.
+    """
+    _ops().disappear(device, kernels, at)
+
+
 def stand_still(device: int, still: bool = True) -> None:
     """Let a device stop running kernels, or go on."""
     _ops().stand_still(device, still)
@@ -122,6 +137,19 @@ def limit_memory(device: int, nbytes: int) -> None:
 def pending(device: int) -> int:
     """Return how many kernels, copies and waits of a device have not run."""
     return int(_ops().pending(device))
+
+
+def is_used(device: int) -> bool:
+    """Return whether CUDA would have started on a device since the last `configure`."""
+    return bool(_ops().is_used(device))
+
+
+def used_streams(device: int) -> list[int]:
+    """Return the streams of a device that had work, or memory, since the last `configure`.
+
+    The default stream is number 0.
+    """
+    return list(_ops().used_streams(device))
 
 
 def counts() -> dict[str, int]:

@@ -9,19 +9,22 @@ void configure(c10::string_view mode, int64_t seed, int64_t delay_us) {
   Lock lock(m.mutex);
   for (auto& device : m.devices) {
     device.stands_still = false;
-    device.fails_after = -1;
+    device.fails_after = device.gone_after = -1;
     device.delay_us = 0;
     device.memory_limit = State().memory_limit;
   }
   for (auto* s : m.all)
     wait_until(lock, s, s->submitted);
-  for (auto& device : m.devices)
+  for (auto& device : m.devices) {
     device.error.clear();
+    device.is_gone = device.is_used = false;
+  }
   m.mode = mode_named(std::string(mode));
   m.random.seed((uint64_t)seed);
   m.delay_us = delay_us;
   for (auto* s : m.all) {
     s->pause = 0;
+    s->is_used = false;
     s->slowness = m.random() % 3;
     s->wake.notify_all();
   }
@@ -83,6 +86,13 @@ TORCH_LIBRARY(emu, m) {
     Lock lock(machine().mutex);
     device_at(dev).fails_after = (int)kernels;
   });
+  m.def("disappear(int device, int kernels, str at) -> ()", [](int64_t dev, int64_t kernels, c10::string_view at) {
+    Lock lock(machine().mutex);
+    device_at(dev).gone_after = (int)kernels;
+    device_at(dev).gone_at = std::string(at);
+    if (kernels < 0)
+      disappear((int)dev, "between two kernels");
+  });
   m.def("stand_still(int device, bool still) -> ()", [](int64_t dev, bool still) {
     Lock lock(machine().mutex);
     device_at(dev).stands_still = still;
@@ -104,6 +114,18 @@ TORCH_LIBRARY(emu, m) {
     for (auto& s : device_at(dev).streams)
       count += s->queue.size();
     return count;
+  });
+  m.def("is_used(int device) -> bool", [](int64_t dev) {
+    Lock lock(machine().mutex);
+    return device_at(dev).is_used;
+  });
+  m.def("used_streams(int device) -> int[]", [](int64_t dev) {
+    Lock lock(machine().mutex);
+    std::vector<int64_t> used;
+    for (auto& s : device_at(dev).streams)
+      if (s->is_used)
+        used.push_back(s->id);
+    return used;
   });
   m.def("counts() -> int[]", []() -> std::vector<int64_t> {
     int64_t reused = 0;

@@ -15,6 +15,7 @@ struct Event {
   Stream* s = nullptr;
   uint64_t seq = 0;
   std::shared_ptr<std::atomic<double>> t;
+  bool was_waited_for = false;  // by a program that polls
 };
 double now_ms() {
   return std::chrono::duration<double, std::milli>(Clock::now().time_since_epoch()).count();
@@ -31,6 +32,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (d.index() < 0)
       return;
     TORCH_CHECK(d.index() < device_count(), "emu: invalid device index ", (int)d.index());
+    Lock lock(machine().mutex);
+    refuse_gone(lock, d.index());
     current_device = d.index();
   }
   void uncheckedSetDevice(Device d) const noexcept override {
@@ -42,7 +45,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getStreamFromGlobalPool(Device d, bool) const override { return getNewStream(d, 0); }
   c10::Stream getNewStream(Device d, int) const override {
     Lock lock(machine().mutex);
+    refuse_gone(lock, index_of(d));
     auto& device = machine().devices[index_of(d)];
+    device.is_used = true;
     int number = device.next_stream;
     device.next_stream = number + 1 < machine().streams_each ? number + 1 : 1;
     return wrap(device.streams[number].get());
@@ -80,7 +85,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     Lock lock(machine().mutex);
     ask_for(lock, ev->s, ev->seq);
     refuse_failed(lock, ev->s->dev);
-    return ev->s->done >= ev->seq;
+    bool is_over = ev->s->done >= ev->seq;
+    if (!is_over && !std::exchange(ev->was_waited_for, true))
+      note_wait("an event, by polling");
+    return is_over;
   }
   DeviceIndex deviceCount() const noexcept override { return (DeviceIndex)device_count(); }
   bool queryStream(const c10::Stream& st) const override {

@@ -33,7 +33,7 @@ struct Pool {  // of one device, or of pinned memory; used with the machine's lo
     for (auto it = deferred.begin(); it != deferred.end();) {
       bool is_over = true;
       for (auto& [stream, seq] : it->second)
-        is_over = is_over && stream->done >= seq;
+        is_over = is_over && stream->done >= seq && !device_of(stream).is_gone;
       if (!is_over) {
         ++it;
         continue;
@@ -120,11 +120,26 @@ inline void note_use(Block* block, Stream* s) {
 inline void free_on_device(void* start) {
   Lock lock(machine().mutex);
   for (int d = 0; d < device_count(); d++)
-    pools()[d].put(start);
+    if (!machine().devices[d].is_gone)  // where it fails: the memory is never used again
+      pools()[d].put(start);
+}
+inline void lose_memory(int dev) {
+  for (auto& [start, block] : pools()[dev].live)
+    std::memset(start, FILL, block->size);
 }
 inline void free_pinned(void* start) {
   Lock lock(machine().mutex);
   pinned().put(start);
+}
+// As CUDA's allocator of pinned memory: the first request after a device has failed that a freed block
+// was for raises the device's error, whoever asks for memory.
+inline void refuse_failed_users(Lock& lock) {
+  for (auto& [block, marks] : pinned().deferred)
+    for (auto mark = marks.begin(); mark != marks.end(); ++mark)
+      if (int dev = mark->first->dev; !machine().devices[dev].error.empty()) {
+        marks.erase(mark);
+        refuse_failed(lock, dev);
+      }
 }
 inline bool is_pinned(const void* place) {
   Lock lock(machine().mutex);
@@ -139,6 +154,8 @@ struct DeviceAllocator final : c10::DeviceAllocator {
     if (!nbytes)
       return {nullptr, nullptr, &free_on_device, device};
     Lock lock(machine().mutex);
+    refuse_gone(lock, dev);
+    stream->is_used = device_of(stream).is_used = true;
     void* start = pools()[dev].get(lock, nbytes, stream, machine().devices[dev].memory_limit);
     return {start, start, &free_on_device, device};
   }
@@ -149,7 +166,8 @@ struct DeviceAllocator final : c10::DeviceAllocator {
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override {
     for (int d = 0; d < device_count(); d++)
-      synchronize_device(d);
+      if (!machine().devices[d].is_gone)
+        synchronize_device(d);
     Lock lock(machine().mutex);
     for (int d = 0; d < device_count(); d++)
       pools()[d].trim();
@@ -159,6 +177,7 @@ struct DeviceAllocator final : c10::DeviceAllocator {
       return;
     Stream* user = unwrap(stream);
     Lock lock(machine().mutex);
+    refuse_gone(lock, index_of(data.device()));
     note_use(pools()[index_of(data.device())].find(data.get()), user);
   }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex d) override {
@@ -180,6 +199,7 @@ struct DeviceAllocator final : c10::DeviceAllocator {
   }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex d) override {
     Lock lock(machine().mutex);
+    refuse_gone(lock, d);
     size_t total = machine().devices[d].memory_limit;
     return {total - pools()[d].in_use, total};
   }
@@ -190,6 +210,10 @@ struct PinnedAllocator final : c10::Allocator {
     if (!nbytes)
       return {nullptr, nullptr, &free_pinned, c10::Device(at::kCPU)};
     Lock lock(machine().mutex);
+    refuse_failed_users(lock);
+    auto& all = machine().devices;
+    if (std::none_of(all.begin(), all.end(), [](State& device) { return device.is_used; }))
+      all[current_device].is_used = true;  // CUDA starts there, unless it has started elsewhere
     void* start = pinned().get(lock, nbytes, nullptr, SIZE_MAX);
     return {start, start, &free_pinned, c10::Device(at::kCPU)};
   }

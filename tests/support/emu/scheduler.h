@@ -49,6 +49,7 @@ struct Stream {
   uint64_t submitted = 0, done = 0;  // items are numbered from 1 on each stream
   uint64_t pause = 0;                // random mode: turns that it sits out
   bool has_thread = false;
+  bool is_used = false;          // since the machine was configured: work was queued, or memory asked for
   int slowness = 1;              // thread mode: 0 never late, 1 sometimes, 2 always
   std::condition_variable wake;  // thread mode: of its thread
   std::vector<Stream*> waiters;  // thread mode: streams whose first item waits for this one
@@ -57,8 +58,12 @@ struct Stream {
 struct State {  // of one device
   std::vector<std::unique_ptr<Stream>> streams;
   int next_stream = 1;
+  bool is_used = false;     // since the machine was configured, as CUDA's contexts are
   std::string error;        // of a kernel; stays, and every later call on the device fails
   int fails_after = -1;     // a fault on request: kernels until one fails
+  int gone_after = -1;      // another: kernels until the device disappears, with what its memory holds,
+  std::string gone_at;      // of this name; all if it is empty
+  bool is_gone = false;     // it has: even what is only noted by the host fails
   bool stands_still = false;  // another: nothing runs
   int64_t delay_us = 0;       // another: what each kernel takes longer
   size_t memory_limit = size_t(1) << 34;  // bytes
@@ -125,12 +130,25 @@ inline void mark_done(Stream* s) {
   machine().host.notify_all();
 }
 
+void lose_memory(int dev);
+
+// From here on every call on the device fails, and what its memory held is lost.
+inline void disappear(int dev, const std::string& when) {
+  auto& device = machine().devices[dev];
+  device.is_gone = true;
+  device.error = "the device has fallen off the bus " + when + ", a fault on request";
+  lose_memory(dev);
+}
+
 // Runs the first item of a stream, without the lock while it runs. After an error nothing more runs
 // on the device.
 inline void run_first(Lock& lock, Stream* s) {
   Item item = std::move(s->queue.front());
   s->queue.pop_front();
   auto& device = device_of(s);
+  bool counts = device.gone_at.empty() || device.gone_at == item.name;
+  if (item.run && counts && device.gone_after >= 0 && device.gone_after-- == 0)
+    disappear(s->dev, std::string("in ") + item.name);
   if (item.run && device.error.empty()) {
     bool fails = device.fails_after >= 0 && device.fails_after-- == 0;
     auto delay = std::chrono::microseconds(device.delay_us);
@@ -268,6 +286,12 @@ inline void refuse_failed(Lock& lock, int dev) {
       "emu:" + std::to_string(dev) + ": " + error + " (reported at a later call)");
 }
 
+// What needs no kernel, such as new memory, fails on a device that is gone only.
+inline void refuse_gone(Lock& lock, int dev) {
+  if (machine().devices[dev].is_gone)
+    refuse_failed(lock, dev);
+}
+
 // Counts a wait of the host for a device.
 inline void note_wait(const char* what) {
   auto& m = machine();
@@ -331,6 +355,7 @@ inline void advance_some(Lock& lock) {
 
 inline uint64_t push(Lock& lock, Stream* s, Item item) {
   auto& m = machine();
+  s->is_used = device_of(s).is_used = true;
   s->queue.push_back(std::move(item));
   m.last_push = Clock::now();
   if (m.mode != THREAD)
@@ -359,6 +384,8 @@ inline uint64_t enqueue(Stream* s, const char* name, std::function<void()> run) 
 
 inline void make_wait(Stream* s, Stream* other, uint64_t seq) {
   Lock lock(machine().mutex);
+  for (auto* one : {s, other})
+    refuse_gone(lock, one->dev);
   if (s == other || other->done >= seq)
     return;
   push(lock, s, Item{nullptr, "wait", other, seq});
