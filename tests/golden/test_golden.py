@@ -13,7 +13,7 @@ RECORDED = load().get(environment(), {})
 
 
 def cases():
-    """Yield each run on each layout; all but the last are slow, or but two where none is recorded."""
+    """Yield every run on each layout; all but the last (two, if none is recorded) are slow."""
     for name, run in runs.RUNS.items():
         layouts = [layout for layout in run.layouts if layout not in run.slow]
         quick = layouts[-1:] if name in RECORDED else layouts[-2:]

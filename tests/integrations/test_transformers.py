@@ -22,15 +22,15 @@ from marks import slow  # noqa: E402
 
 WORDS, LENGTH, EXAMPLES = 23, 9, 28
 BERT = {
-    "vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
     "intermediate_size": 48, "max_position_embeddings": 16, "num_labels": 3,
 }  # fmt: skip
 GPT2 = {
-    "vocab_size": WORDS, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 16,
+    "vocab_size": WORDS, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 16,
     "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 LLAMA = {
-    "vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 1, "intermediate_size": 48, "max_position_embeddings": 16,
     "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
@@ -175,7 +175,7 @@ def test_a_mean_over_shifted_labels(tmp_path):
 
 @pytest.mark.parametrize(
     ("task", "shards"),
-    [("answers", 8), slow("answers", 1), slow("answers", 3), slow("hidden words", 8)],
+    [slow("answers", 8), slow("answers", 1), slow("answers", 3), slow("hidden words", 8)],
 )
 def test_shards_without_a_label_that_counts(tmp_path, task, shards):
     """BERT's loss is a mean over the words or answers that count, which many shards lack."""
