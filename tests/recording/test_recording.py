@@ -78,7 +78,7 @@ QUICK = sorted(MODELS)[::9]
     "name",
     [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in sorted(MODELS)],
 )
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(3, 4)
 def test_a_recorded_run_has_the_bits_of_one_that_is_not(name, level, tmp_path):
     expected = trained(name, contextlib.nullcontext())
     found = trained(name, evenstep.record(tmp_path / "it.rec", level=level))
