@@ -10,15 +10,20 @@ from torch import nn
 
 from evenstep.devices import Device
 from evenstep.errors import ContractError, InputError, NonFiniteLossError
+from grouping import grouped
+from marks import slow
 from reference import assert_same_bits
 
-transformers = pytest.importorskip("transformers", reason="pip install evenstep[transformers]")
-pytest.importorskip("accelerate", reason="pip install evenstep[transformers]")
 
-from evenstep.integrations import transformers as integration  # noqa: E402
-from evenstep.integrations.transformers import EvenTrainer  # noqa: E402
-from grouping import grouped  # noqa: E402
-from marks import slow  # noqa: E402
+@pytest.fixture(autouse=True, scope="module")
+def _libraries():
+    """They are imported where their tests run: it takes seconds, and slows down all others."""
+    global transformers, integration, EvenTrainer
+    transformers = pytest.importorskip("transformers", reason="pip install evenstep[transformers]")
+    pytest.importorskip("accelerate", reason="pip install evenstep[transformers]")
+    from evenstep.integrations import transformers as integration
+    from evenstep.integrations.transformers import EvenTrainer
+
 
 WORDS, LENGTH, EXAMPLES = 23, 9, 28
 BERT = {
@@ -114,12 +119,12 @@ def curve(trainer):
     return torch.tensor([(log["loss"], log["grad_norm"]) for log in logs])
 
 
-def assert_same_curve(folder, args, task, kind=EvenTrainer, plain=transformers.Trainer, **options):
+def assert_same_curve(folder, args, task, kind=None, plain=None, **options):
     """Train with evenstep and with transformers alone, without dropout, and compare the logs."""
     model = options.pop("make_model", lambda: make_model(task, dropout=0.0))
     even = options.pop("even", {})
-    ours = curve(trained(kind, args, task, model=model(), **even, **options))
-    theirs = curve(trained(plain, args, task, model=model(), **options))
+    ours = curve(trained(kind or EvenTrainer, args, task, model=model(), **even, **options))
+    theirs = curve(trained(plain or transformers.Trainer, args, task, model=model(), **options))
     assert len(ours) >= 3
     torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=1e-5)
 
@@ -310,20 +315,19 @@ def test_a_loss_that_is_divided_in_part(tmp_path):
     assert_same_curve(tmp_path, args, "next word", **whole)
 
 
-class Stages(transformers.TrainerCallback):
-    def __init__(self):
-        self.seen = []
-
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.seen.append(all(one.grad is not None for one in model.parameters()))
-
-    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
-        self.seen.append(round(metrics["eval_loss"], 3) > 0)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", [1, 4])
 def test_resumed_in_the_middle_on_other_devices(tmp_path, parts):
+    class Stages(transformers.TrainerCallback):
+        def __init__(self):
+            self.seen = []
+
+        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+            self.seen.append(all(one.grad is not None for one in model.parameters()))
+
+        def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+            self.seen.append(round(metrics["eval_loss"], 3) > 0)
+
     saving = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 2}
     evaluated = sentences("next word")[:5]
     whole = trained(EvenTrainer, in_parts(tmp_path / "whole", parts), "next word", devices="cpu:0")
