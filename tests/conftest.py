@@ -74,10 +74,19 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_itemcollected(item):
-    """What is exhaustive is slow, and so are cases of a test that is thinned, by their names."""
-    thinned = item.get_closest_marker("thinned")
-    is_left_out = thinned is not None and zlib.crc32(item.name.encode()) % thinned.args[0] > 0
-    if is_left_out or item.get_closest_marker("exhaustive"):
+    """What is exhaustive is slow, and so are cases of a test that is thinned, by their names.
+
+    With a second number m, all but one in m of the slow cases are exhaustive.
+    """
+    if thinned := item.get_closest_marker("thinned"):
+        n, m = (*thinned.args, 1)[:2]
+        number = zlib.crc32(item.name.encode())
+        is_slow = number % n > 0 or item.get_closest_marker("slow")
+        if is_slow:
+            item.add_marker(pytest.mark.slow)
+        if is_slow and number // n % m > 0:
+            item.add_marker(pytest.mark.exhaustive)
+    if item.get_closest_marker("exhaustive"):
         item.add_marker(pytest.mark.slow)
 
 

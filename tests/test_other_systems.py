@@ -55,7 +55,7 @@ LACKING = {
 
 @pytest.mark.timeout(1700)
 @pytest.mark.xdist_group("other systems")
-@pytest.mark.parametrize("system", LACKING)
+@pytest.mark.parametrize("system", ["win32", pytest.param("darwin", marks=pytest.mark.slow)])
 def test_what_a_system_lacks_changes_no_result(linux, system, tmp_path):
     found = first_hour(system, tmp_path)
     code, facts, errors = found.pop("devices")
@@ -70,6 +70,7 @@ def test_what_a_system_lacks_changes_no_result(linux, system, tmp_path):
     assert found == {name: linux[name] for name in found}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1700)
 def test_worker_processes_that_are_spawned_change_no_result(tmp_path):
     """As they are by default on Windows and macOS."""

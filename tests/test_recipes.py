@@ -27,6 +27,7 @@ MARKS = {
         pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
     ],
     "A loop of your own": [pytest.mark.slow],  # the import of transformers
+    "The Trainer of transformers": [pytest.mark.slow],
 }
 
 

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 import evenstep
 from evenstep.errors import ModelError
 
-PARTS = 24  # the first one is quick
+PARTS = 24
 SAMPLES = 12  # of each operation and dtype
 DTYPES = (torch.float32, torch.int64, torch.bool, torch.bfloat16)
 RANDOM = ("rand", "normal", "bernoulli", "uniform", "dropout", "multinomial", "exponential")
@@ -90,10 +90,9 @@ def is_near(found, expected, dtype):
     return torch.allclose(found, expected, limit, limit * max(1.0, size), equal_nan=True)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "part", [pytest.param(part, marks=[pytest.mark.slow] * (part > 0)) for part in range(PARTS)]
-)
+@pytest.mark.parametrize("part", range(PARTS))
 def test_every_sample_has_torchs_result_or_is_refused(part):
     wrong, compared = [], 0
     for operation in operations(part):

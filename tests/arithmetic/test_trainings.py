@@ -1,5 +1,6 @@
 """Whole trainings: one fingerprint on every layout, variant of the C part, and processor."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -9,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from evenstep.arithmetic import native
-from launched import JOBS, apart
-from portable_trainings import TRAININGS, fingerprint
+from launched import alone, apart
+from portable_trainings import TRAININGS, fingerprint, trained
 
 TABLE = Path(__file__).with_name("fingerprints.json")
 FINGERPRINTS = json.loads(TABLE.read_text())["fingerprints"]
@@ -31,17 +32,23 @@ LAYOUTS = {
 }
 
 
+QUICK = {*zip(TRAININGS, itertools.cycle(LAYOUTS), strict=False)}
+"""Each training on one layout; the others are slow."""
+
+
 @pytest.mark.parametrize(
-    "name",
+    ("name", "layout"),
     [
-        pytest.param(name, marks=[pytest.mark.slow] * name.startswith("ResNet"))
-        for name in TRAININGS
+        pytest.param(
+            name,
+            layout,
+            marks=[pytest.mark.slow] * ((name, layout) not in QUICK or name.startswith("ResNet")),
+        )
+        for name, layout in itertools.product(TRAININGS, LAYOUTS)
     ],
 )
-def test_every_processor_has_the_recorded_fingerprint(name):
-    assert {layout: fingerprint(name, **LAYOUTS[layout]) for layout in LAYOUTS} == dict.fromkeys(
-        LAYOUTS, FINGERPRINTS[name]
-    )
+def test_every_processor_has_the_recorded_fingerprint(name, layout):
+    assert fingerprint(name, **LAYOUTS[layout]) == FINGERPRINTS[name]
 
 
 def fingerprints_with(environment, *names):
@@ -57,6 +64,7 @@ def fingerprints_with(environment, *names):
     return json.loads(found.stdout)["fingerprints"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", ["default", "avx2"])
 def test_torchs_own_vectors_move_no_bit(capability):
     names = ("LeNet, SGD", "GPT, AdamW", "LSTM, Adam")
@@ -71,7 +79,7 @@ def found(out, rank=0):
 
 def test_unlike_processes_train_together(tmp_path):
     name, out = "LeNet, SGD", tmp_path / "out"
-    variables = [{"ATEN_CPU_CAPABILITY": "default", "EVENSTEP_PORTABLE": SMALLER}, {"ENDS": "here"}]
+    variables = [{"ATEN_CPU_CAPABILITY": "default", "EVENSTEP_PORTABLE": SMALLER}, {}]
     for code, _, errors in apart("portable.py", out, name, variables=variables):
         assert code == 0, errors
     both = [found(out, rank) for rank in (0, 1)]
@@ -79,24 +87,15 @@ def test_unlike_processes_train_together(tmp_path):
 
 
 def test_a_resume_on_a_different_processor_has_the_same_bits(tmp_path):
-    name, out, folder = "LSTM, Adam", tmp_path / "out", tmp_path / "state"
+    name, out, folder = "GPT, AdamW", tmp_path / "out", tmp_path / "state"
+    half = trained(name, devices=1, state=("save", folder))
     environment = {"ATEN_CPU_CAPABILITY": "default", "EVENSTEP_PORTABLE": SMALLER}
-    run_job("portable.py", out, name, "save", folder, **environment)
-    half = found(out)["fingerprint"]
-    run_job("portable.py", out, name, "load", folder, ATEN_CPU_CAPABILITY="avx2")
-    assert found(out) == {"fingerprint": FINGERPRINTS[name], "notes": []}
-    assert half != FINGERPRINTS[name]
-
-
-def run_job(job, *arguments, **environment):
-    done = subprocess.run(
-        [sys.executable, JOBS / job, *arguments],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
+    done = alone(
+        "portable.py", out, name, "load", folder, env={**os.environ, **environment}, fresh=True
     )
     assert done.returncode == 0, done.stderr
+    assert found(out) == {"fingerprint": FINGERPRINTS[name], "notes": []}
+    assert half != FINGERPRINTS[name]
 
 
 @pytest.mark.slow

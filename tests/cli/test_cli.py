@@ -136,9 +136,9 @@ def test_the_length_is_that_of_steps_and_epochs_whichever_comes_first():
     for options, steps in (
         ((*MLP, "--steps", 2, "--epochs", 1), 2),
         ((*MLP, "--steps", 20, "--epochs", 1), EPOCH_STEPS),
-        (("--model", "mlp", "--batch-size", 1438), 30),  # epochs of one step
-        (("--model", "mlp", "--batch-size", 1000, "--epochs", 2), 4),
-        (("--model", "mlp", "--batch-size", 1000, "--epochs", 2, "--drop-last"), 2),
+        (("--model", "cli_models:Net", "--batch-size", 1438), 30),  # epochs of one step
+        (("--model", "cli_models:Net", "--batch-size", 1000, "--epochs", 2), 4),
+        (("--model", "cli_models:Net", "--batch-size", 1000, "--epochs", 2, "--drop-last"), 2),
     ):
         assert trained(*options).steps == steps
 

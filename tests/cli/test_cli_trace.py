@@ -23,9 +23,9 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_steps_in_flight_change_nothing_but_time():
-    one = trained(*MLP, "--steps", 20, "--devices", 1)
+    one = trained(*MLP, "--steps", 8, "--devices", 1)
     for in_flight, devices in ((2, 1), (2, 2), (3, "cpu:0,cpu:1:own")):
-        other = trained(*MLP, "--steps", 20, "--in-flight", in_flight, "--devices", devices)
+        other = trained(*MLP, "--steps", 8, "--in-flight", in_flight, "--devices", devices)
         assert other.fingerprint == one.fingerprint
         assert other.train_loss == one.train_loss
         assert other.test_accuracy == one.test_accuracy

@@ -39,7 +39,7 @@ class Own:
 def twice(function, *, thorough=True):
     with ForeignDraws(thorough=thorough) as first:
         function()
-    with ForeignDraws(thorough=thorough) as second:
+    with ForeignDraws(thorough=thorough, after=first) as second:
         function()
     return first, second
 
@@ -116,6 +116,18 @@ FOREIGN = {
         lambda: torch.rand(2, generator=lazily_kept(torch.Generator)),
     ),
 }
+
+
+@pytest.mark.parametrize("generation", [0, 1, 2])
+def test_generators_that_the_first_look_has_seen_being_made_are_found(generation):
+    """Whatever the garbage collector does meanwhile."""
+
+    def draw():
+        lazily_kept(np.random.default_rng).random()
+        gc.collect(generation)
+
+    KEPT.clear()
+    assert [draw.what for draw in outliving(*twice(draw))] == ["a numpy.random.Generator"]
 
 
 def test_generators_that_were_frozen_are_found_and_stay_frozen():

@@ -149,7 +149,7 @@ def test_an_error_of_one_owner_ends_the_step_in_all(whole, tmp_path):
         assert found["full"]["error"].startswith("SaveError: rank 1 (on ")
         assert "No space left on device" in found["full"]["error"]
     assert_only_the_first_is_kept(tmp_path / "kept")
-    assert first["fingerprint"] == second["fingerprint"] == whole(*CASES)["two_steps"]
+    assert first["fingerprint"] == second["fingerprint"] == whole("two_steps")["two_steps"]
     assert second["optimizer"] == {"error": "ValueError: no", "steps": 2, "same": True}
     message = first["optimizer"].pop("error")
     assert re.fullmatch(r"PeerError: rank 1 \(on .*\) failed: ValueError: no", message)

@@ -38,7 +38,8 @@ def test_every_layout_gives_what_one_process_gives(
 ):
     shards, expected = one_process
     processes = len(layout.split(","))
-    finished = torchrun(processes, "same.py", tmp_path, layout, shards, in_flight, method)
+    by = torchrun if layout == "1,1,1" else launched
+    finished = by(processes, "same.py", tmp_path, layout, shards, in_flight, method)
     seen = []
     for rank in range(processes):
         found = results_of(finished, tmp_path, rank)

@@ -10,27 +10,32 @@ from torch import nn
 
 from evenstep.devices import Device
 from evenstep.errors import ContractError, InputError, NonFiniteLossError
+from grouping import grouped
+from marks import slow
 from reference import assert_same_bits
 
-transformers = pytest.importorskip("transformers", reason="pip install evenstep[transformers]")
-pytest.importorskip("accelerate", reason="pip install evenstep[transformers]")
 
-from evenstep.integrations import transformers as integration  # noqa: E402
-from evenstep.integrations.transformers import EvenTrainer  # noqa: E402
-from grouping import grouped  # noqa: E402
-from marks import slow  # noqa: E402
+@pytest.fixture(autouse=True, scope="module")
+def _libraries():
+    """They are imported where their tests run: it takes seconds, and slows down all others."""
+    global transformers, integration, EvenTrainer
+    transformers = pytest.importorskip("transformers", reason="pip install evenstep[transformers]")
+    pytest.importorskip("accelerate", reason="pip install evenstep[transformers]")
+    from evenstep.integrations import transformers as integration
+    from evenstep.integrations.transformers import EvenTrainer
+
 
 WORDS, LENGTH, EXAMPLES = 23, 9, 28
 BERT = {
-    "vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
     "intermediate_size": 48, "max_position_embeddings": 16, "num_labels": 3,
 }  # fmt: skip
 GPT2 = {
-    "vocab_size": WORDS, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 16,
+    "vocab_size": WORDS, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 16,
     "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 LLAMA = {
-    "vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 1, "intermediate_size": 48, "max_position_embeddings": 16,
     "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
@@ -114,12 +119,12 @@ def curve(trainer):
     return torch.tensor([(log["loss"], log["grad_norm"]) for log in logs])
 
 
-def assert_same_curve(folder, args, task, kind=EvenTrainer, plain=transformers.Trainer, **options):
+def assert_same_curve(folder, args, task, kind=None, plain=None, **options):
     """Train with evenstep and with transformers alone, without dropout, and compare the logs."""
     model = options.pop("make_model", lambda: make_model(task, dropout=0.0))
     even = options.pop("even", {})
-    ours = curve(trained(kind, args, task, model=model(), **even, **options))
-    theirs = curve(trained(plain, args, task, model=model(), **options))
+    ours = curve(trained(kind or EvenTrainer, args, task, model=model(), **even, **options))
+    theirs = curve(trained(plain or transformers.Trainer, args, task, model=model(), **options))
     assert len(ours) >= 3
     torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=1e-5)
 
@@ -175,7 +180,7 @@ def test_a_mean_over_shifted_labels(tmp_path):
 
 @pytest.mark.parametrize(
     ("task", "shards"),
-    [("answers", 8), slow("answers", 1), slow("answers", 3), slow("hidden words", 8)],
+    [slow("answers", 8), slow("answers", 1), slow("answers", 3), slow("hidden words", 8)],
 )
 def test_shards_without_a_label_that_counts(tmp_path, task, shards):
     """BERT's loss is a mean over the words or answers that count, which many shards lack."""
@@ -310,20 +315,19 @@ def test_a_loss_that_is_divided_in_part(tmp_path):
     assert_same_curve(tmp_path, args, "next word", **whole)
 
 
-class Stages(transformers.TrainerCallback):
-    def __init__(self):
-        self.seen = []
-
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.seen.append(all(one.grad is not None for one in model.parameters()))
-
-    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
-        self.seen.append(round(metrics["eval_loss"], 3) > 0)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", [1, 4])
 def test_resumed_in_the_middle_on_other_devices(tmp_path, parts):
+    class Stages(transformers.TrainerCallback):
+        def __init__(self):
+            self.seen = []
+
+        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+            self.seen.append(all(one.grad is not None for one in model.parameters()))
+
+        def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+            self.seen.append(round(metrics["eval_loss"], 3) > 0)
+
     saving = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 2}
     evaluated = sentences("next word")[:5]
     whole = trained(EvenTrainer, in_parts(tmp_path / "whole", parts), "next word", devices="cpu:0")

@@ -16,6 +16,7 @@ from torch.optim import optimizer as hooks_of_optimizers
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import evenstep
+import warm
 from commands import run
 from evenstep.comparison import Cause, compare, read_run
 from evenstep.errors import InputError
@@ -77,7 +78,7 @@ QUICK = sorted(MODELS)[::9]
     "name",
     [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in sorted(MODELS)],
 )
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(3, 4)
 def test_a_recorded_run_has_the_bits_of_one_that_is_not(name, level, tmp_path):
     expected = trained(name, contextlib.nullcontext())
     found = trained(name, evenstep.record(tmp_path / "it.rec", level=level))
@@ -321,11 +322,9 @@ def test_a_file_that_would_grow_too_large_ends(tmp_path):
 def test_a_disk_that_is_full_ends_the_record_and_not_the_training(tmp_path, most):
     """A limit on the size of files stands for it: a part is written, or nothing."""
     path = script(tmp_path)
+    plain = warm.run(path, 1, 9)
     limit = f"import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, ({most}, {most}))\n"
     path.write_text(SCRIPT.replace("torch.manual_seed", f"{limit}torch.manual_seed"))
-    plain = subprocess.run(
-        [sys.executable, path, "1", "9"], capture_output=True, text=True, check=True
-    )
     done = command("record", "--out", tmp_path / "it.rec", path, 1, 9)
     assert (done.returncode, done.stdout) == (0, plain.stdout), done.stderr
     (file,) = (tmp_path / "it.rec").iterdir()

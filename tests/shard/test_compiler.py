@@ -138,8 +138,7 @@ PROGRAMS = {  # and how far their losses may be from eager ones
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.thinned(3)
+@pytest.mark.parametrize("name", [one if one == "in place" else slow(one) for one in PROGRAMS])
 def test_what_is_part_of_the_program_is_compiled_and_right(name):
     make, tolerance = PROGRAMS[name]
 
@@ -270,6 +269,7 @@ def test_draws_depend_on_seed_step_and_shard_and_leave_the_default_generator_alo
     assert first != train(build("noisy"), make_batches(SIZES), seed=2)[0]
 
 
+@pytest.mark.slow
 def test_class_weights_may_be_another_tensor_at_every_step():
     def run(compiled):
         loss = nn.CrossEntropyLoss(weight=torch.ones(5))
@@ -302,6 +302,7 @@ def penalised(parameters_of):
     return train(outer, make_batches((16, 16)), objective=objective, separable=False)
 
 
+@pytest.mark.slow
 def test_a_compiled_objective_must_not_call_the_users_own_module_or_hold_its_parameters():
     penalised(lambda model, outer, listed: model.parameters())
     with pytest.raises(ContractError, match="parameters of the model itself"):
@@ -335,6 +336,7 @@ def arguments_of(model):
     return [parameter.detach() for parameter in model.parameters()], list(model.buffers())
 
 
+@pytest.mark.slow
 def test_a_tensor_of_another_kind_never_reaches_compiled_code():
     model = build("convolution")
     (batch,) = make_batches((6,))

@@ -56,7 +56,7 @@ OTHERS = [case for case in itertools.product(LAYOUTS, (1, 2)) if case not in QUI
 
 @pytest.mark.parametrize(("layout", "shards"), [*QUICK, *(slow(*case) for case in OTHERS)])
 @pytest.mark.parametrize("name", SHARING)
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(3, 3)
 def test_every_layout_equals_a_plain_loop_over_the_shards(name, layout, shards):
     if name == "SparseSums" and layout == "owners":
         return  # refused by name

@@ -25,7 +25,7 @@ class Job:
     Args:
         command: what follows `python`: a file, or `-c` and a program, then arguments.
         env: the process's environment; None: this one's.
-        rank: the server that forks it. Ranks have one each, so that the hash seeds of processes
+        rank: ranks 0 and 1 are forked by servers of their own, so that the hash seeds of processes
             that train together differ as those of any two processes do.
         fresh: whether it imports everything itself.
         within: the command that the process's own follows, such as `unshare -m`; then it is fresh.
@@ -91,7 +91,7 @@ class _Forked:
         self._answers, theirs = socket.socketpair()
         request = json.dumps([words, env, os.getcwd()]).encode()
         with theirs:
-            socket.send_fds(_server(rank), [request], [theirs.fileno(), *descriptors])
+            socket.send_fds(_server(rank % 2), [request], [theirs.fileno(), *descriptors])
         self.pid = int.from_bytes(self._answers.recv(4, socket.MSG_WAITALL), "big")
 
     def wait(self, timeout=None):

@@ -78,6 +78,7 @@ def test_a_loss_of_shared_targets_is_weighed_by_the_examples():
     assert found == pytest.approx(loss(whole(X), y, scale).item(), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_shared_tensor_in_compiled_shards():
     expected, losses, _ = train(with_weights(2))
     state, found, trainer = train(with_weights(2), compile=True)

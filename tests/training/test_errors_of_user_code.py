@@ -124,6 +124,7 @@ def test_some_errors_of_user_code(place, kind, layout, before, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("place", "kind", "layout", "before"), TABLE)
+@pytest.mark.thinned(1, 4)
 def test_every_error_of_user_code(place, kind, layout, before, tmp_path):
     check(place, kind, layout, tmp_path, before)
 

@@ -74,7 +74,7 @@ by_ctrl_c_or_thrown = pytest.mark.parametrize("act", [press_ctrl_c, "throw"])
 )  # Python prints, and drops, what is raised while it drops the generator of an epoch
 @by_ctrl_c_or_thrown
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 def test_thrown_into_steps(layout, act, course):
     states, losses = course
     for boundary in spread([*LAYOUTS].index(layout), 3, 211, 1777):
@@ -119,7 +119,7 @@ IN_TWO_CALLS = ["one", "two", "in flight", "own in flight"]
 
 @by_ctrl_c_or_thrown
 @pytest.mark.parametrize("layout", IN_TWO_CALLS)
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_a_backward_pass_is_made_or_not(layout, act, undisturbed):
     """If it was made, its gradients are there; else gradients, buffers and the count are as before.
 
@@ -189,7 +189,7 @@ def test_an_accumulating_backward_pass_is_made_or_not(layout, act):
         *((call, press_ctrl_c) for call in ("evaluate", "predict")),
     ],
 )
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_in_other_calls(call, act, number, undisturbed, tmp_path):
     """Called again, they give what they would have given."""
     training = Training([1, 2, own(2)][number], **QUICK)

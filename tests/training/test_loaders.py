@@ -103,7 +103,7 @@ def no_worker_is_left():
 
 
 @pytest.mark.parametrize("kind", kinds())
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(8)
 def test_a_training_resumes_in_the_middle_of_an_epoch(tmp_path, kind):
     whole, straight = unbroken(kind)
     stop = len(whole) // 2 + 3
@@ -119,7 +119,7 @@ def test_a_training_resumes_in_the_middle_of_an_epoch(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", kinds(sorted(set(KINDS) - PROCESSES)))
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(8)
 def test_a_training_resumes_twice_in_one_epoch_and_at_its_end(tmp_path, kind):
     trainer, seen = new(), []
     for epochs, more in ((1, BATCHES + 1), (2, 5), (2, 1)):  # an epoch has at most 12

@@ -13,8 +13,15 @@ from metric_objects import BATCHES, CLASSES, LOADER, collection, evaluated, metr
 from trainers import LAYOUTS, open_trainer, sgd
 from zoo import build
 
-torchmetrics = pytest.importorskip("torchmetrics")
-classification = pytest.importorskip("torchmetrics.classification")
+
+@pytest.fixture(autouse=True, scope="module")
+def _libraries():
+    """They are imported where their tests run: it takes seconds, and slows down all others."""
+    global torchmetrics, classification, Custom, Hidden, Random, Shapes
+    torchmetrics = pytest.importorskip("torchmetrics")
+    from torchmetrics import classification
+
+    from custom_metrics import Custom, Hidden, Random, Shapes
 
 
 def plain():
@@ -71,43 +78,6 @@ def test_a_collection_is_taken_as_it_is():
     assert found == {
         "MulticlassAccuracy": expected["accuracy"], "MulticlassF1Score": expected["f1"]
     }  # fmt: skip
-
-
-class Custom(torchmetrics.Metric):
-    """Sums the targets, in a state with any reduction over processes."""
-
-    full_state_update = False
-
-    def __init__(self, reduce_fx=None, default=None):
-        super().__init__()
-        self.add_state("seen", torch.tensor(0.0) if default is None else default, reduce_fx)
-        self.calls = 0
-
-    def update(self, output, target, *others):
-        if isinstance(self.seen, list):
-            self.seen.append(output.sum().reshape(1))
-        else:
-            self.seen = self.seen + target.sum() + sum(map(len, others))
-
-    def compute(self):
-        return torch.cat(self.seen) if isinstance(self.seen, list) else self.seen
-
-
-class Hidden(Custom):
-    """Counts its updates in an attribute that is no state."""
-
-    def update(self, output, target):
-        self.calls += 1
-
-    def compute(self):
-        return torch.tensor(self.calls)
-
-
-class Random(Custom):
-    """Keeps some of the examples."""
-
-    def update(self, output, target):
-        self.seen = self.seen + (torch.rand(len(target)) * target).sum()
 
 
 @pytest.mark.parametrize(
@@ -191,11 +161,6 @@ class Turned(nn.Module):
 
     def forward(self, x):
         return self.linear(x.transpose(0, 1).flatten(1)[:, :6]).T
-
-
-class Shapes(Custom):
-    def update(self, output, target):
-        self.seen = torch.tensor([*output.shape, *target.shape])
 
 
 def test_examples_along_another_dimension_are_joined_along_it():

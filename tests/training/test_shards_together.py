@@ -1,5 +1,7 @@
 """Shards that are computed at once give what each gives by itself."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -85,14 +87,20 @@ def by_themselves(monkeypatch, *given, **more):
         return train(*given, **more)
 
 
+@functools.cache
+def expected_of(name):
+    with pytest.MonkeyPatch.context() as patch:
+        return by_themselves(patch, *MODELS[name])
+
+
 @pytest.mark.parametrize("devices", [1, 2, 3])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_bits_are_those_of_each_shard_by_itself(name, devices, at_once, monkeypatch):
+def test_the_bits_are_those_of_each_shard_by_itself(name, devices, at_once):
     state, losses = train(*MODELS[name], devices=devices)
     if devices == 1:  # others may get single shards
         assert len(at_once) >= 3
     at_once.clear()
-    expected, own_losses = by_themselves(monkeypatch, *MODELS[name])
+    expected, own_losses = expected_of(name)
     assert not at_once
     assert_same_bits(state, expected)
     assert losses == own_losses

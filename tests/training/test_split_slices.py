@@ -73,7 +73,7 @@ def test_any_devices_and_any_split_equal_the_reference(layout, divide):
     assert losses == expected_losses
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     sizes=st.lists(st.integers(1, 30), min_size=1, max_size=3),
     shards=st.integers(1, 9),

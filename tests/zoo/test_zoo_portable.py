@@ -56,7 +56,7 @@ ONE_BY_ONE = {
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in REFUSED])
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(6, 3)
 def test_the_devices_do_not_change_a_bit(name):
     state, losses = train(MODELS[name], devices=1, arithmetic="portable")
     other_state, other_losses = train(MODELS[name], **SEVERAL, arithmetic="portable")
@@ -65,7 +65,7 @@ def test_the_devices_do_not_change_a_bit(name):
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in REFUSED])
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(6, 3)
 def test_shards_are_computed_at_once_where_that_gives_their_bits(name, monkeypatch):
     made, make = [], Together.__init__
 
@@ -89,7 +89,7 @@ def test_shards_are_computed_at_once_where_that_gives_their_bits(name, monkeypat
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in {*REFUSED, *NOT_WHOLE}])
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(6, 3)
 def test_the_mean_gradient_is_that_of_plain_torch_in_float64(name):
     recipe = MODELS[name]
     if not (has_batch_statistics(recipe) or draws_numbers(recipe)):

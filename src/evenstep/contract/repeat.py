@@ -133,7 +133,7 @@ def _refuse_hidden_generators(compute: Callable[[], ShardResult]) -> None:
     """Refuse draws from generator objects of numpy, which take long to find."""
     with ForeignDraws(thorough=True) as first:
         compute()
-    with ForeignDraws(thorough=True) as second:
+    with ForeignDraws(thorough=True, after=first) as second:
         compute()
     refuse_foreign_draws(first, second)
 

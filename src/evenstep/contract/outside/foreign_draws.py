@@ -57,13 +57,14 @@ class ForeignDraws:
 
         with ForeignDraws() as first:
             compute_shard(...)
-        with ForeignDraws() as second:
+        with ForeignDraws(after=first) as second:
             compute_shard(...)  # the same shard again
         refuse_foreign_draws(first, second)
 
     Args:
         thorough: whether to watch every generator object of numpy, for which all objects of the
             process are looked through (a tenth of a second or more), besides numpy's global one.
+        after: an earlier look; then only objects that are newer are looked through.
 
     Attributes:
         found: the draws, each place once, in their order.
@@ -71,8 +72,9 @@ class ForeignDraws:
             of the user's, a mode), or whether that is unknown, since something else profiles.
     """
 
-    def __init__(self, *, thorough: bool = False) -> None:
+    def __init__(self, *, thorough: bool = False, after: ForeignDraws | None = None) -> None:
         self._thorough = thorough
+        self._objects: _NumpyObjects = _NumpyObjects() if after is None else after._objects
         self.found: list[ForeignDraw] = []
         self.has_run_in_backward = False
         self._thread = 0
@@ -82,7 +84,7 @@ class ForeignDraws:
         with contextlib.ExitStack() as opened:
             opened.enter_context(_ONE_AT_A_TIME)
             self._thread = threading.get_ident()
-            opened.enter_context(_watched_numpy(self, thorough=self._thorough))
+            opened.enter_context(_watched_numpy(self, self._generators()))
             opened.enter_context(watched_generators(self._run))
             self.has_run_in_backward = sys.getprofile() is not None
             if not self.has_run_in_backward:  # do not replace another profiler
@@ -93,6 +95,10 @@ class ForeignDraws:
 
     def __exit__(self, *error: Any) -> None:
         self._opened.__exit__(*error)
+
+    def _generators(self) -> list[Any]:
+        """Return the generators of numpy that are watched."""
+        return self._objects.look() if self._thorough else [np.random.mtrand._rand]
 
     def _run(self, given: torch.Generator, run: Callable[[], Any]) -> Any:
         """Run a random op of torch, and note the generator that the model passes to it."""
@@ -211,17 +217,34 @@ def _package(frame: FrameType) -> str:
 # ---- numpy
 
 
+class _NumpyObjects:
+    """The generator objects of numpy in this process."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, Any] = {}
+        self._collected: list[int] = []
+
+    def look(self) -> list[Any]:
+        """Return them. A second look goes through the newest objects, where all new ones are.
+
+        They are if the garbage collector has moved none to its oldest generation meanwhile.
+        """
+        collected = [one["collections"] for one in gc.get_stats()[1:]]
+        is_first = collected != self._collected
+        objects = _tracked_objects() if is_first else gc.get_objects(0) + gc.get_objects(1)
+        self._collected = collected
+        kinds = (np.random.Generator, np.random.RandomState)
+        self._found |= {id(one): one for one in objects if issubclass(type(one), kinds)}
+        return [*self._found.values()]
+
+
 @contextlib.contextmanager
-def _watched_numpy(draws: ForeignDraws, *, thorough: bool) -> Iterator[None]:
+def _watched_numpy(draws: ForeignDraws, generators: list[Any]) -> Iterator[None]:
     """Inside `with`, numpy's generators report each draw to `draws`, in the drawing thread.
 
     A generator object holds the lock of its bit generator while it draws. Here it is given one that
     looks whether the bit generator has moved. Profiling does not show calls of numpy's functions.
     """
-    generators: list[Any] = [np.random.mtrand._rand]
-    if thorough:
-        kinds = (np.random.Generator, np.random.RandomState)
-        generators = [one for one in _tracked_objects() if issubclass(type(one), kinds)]
     watched: list[tuple[Any, Any]] = []
     try:
         for generator in generators:
