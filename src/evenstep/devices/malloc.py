@@ -67,6 +67,13 @@ def _kept_memory() -> Iterator[None]:
         libc.malloc_trim(0)
 
 
+def return_freed() -> None:
+    """Return to the system what was freed, although memory is kept: after work that comes once."""
+    libc = _glibc()
+    if libc is not None:
+        libc.malloc_trim(0)
+
+
 def _apply(libc: ctypes.CDLL, parameters: dict[int, int]) -> None:
     for parameter, value in parameters.items():
         libc.mallopt(parameter, value)

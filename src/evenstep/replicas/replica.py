@@ -33,6 +33,8 @@ class Replica:
         may_accumulate: whether a backward pass may add to the gradients of other shards: not where
             layers have sparse gradients, or hooks on their backward pass, which could see them.
         has_accumulated: whether a backward pass has done so.
+        tables: the parameters whose gradients are kept as rows: from the `id` of each to its
+            number; None before the first shard shows it.
         outer: the `id`s of the parameters of `copied`.
         graph_nodes: how many nodes the graph of a loss has had that was searched for `outer` in
             this step; -1 before the first.
@@ -59,6 +61,7 @@ class Replica:
             for child in module.modules()
         )
         self.has_accumulated = False
+        self.tables: Mapping[int, int] | None = None
         self.outer = frozenset(map(id, copied.parameters() if copied is not None else ()))
         self.graph_nodes = -1
         self._slots = _buffer_slots(module)

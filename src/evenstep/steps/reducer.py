@@ -38,7 +38,7 @@ from evenstep.errors import PeerError, text_of
 from evenstep.replicas import Replicas
 from evenstep.shard.forward_backward import Leaf
 from evenstep.shard.gradients import GradientStream, sparse_error
-from evenstep.shard.partial_sum import Add, PartialSum, add
+from evenstep.shard.partial_sum import Add, PartialSum, add, densify
 from evenstep.steps.outputs import pack_outputs, unpack_outputs
 from evenstep.steps.step import Attempt, Step
 
@@ -59,7 +59,7 @@ class LocalReducer:
         attempt = step.attempt
         assert attempt.sum.tree is not None
         (root,) = attempt.sum.tree.take_partials()
-        return [*map(attempt.work.results.get, range(len(attempt.cut.bounds)))], root
+        return [*map(attempt.work.results.get, range(len(attempt.cut.bounds)))], densify(root)
 
     def announce_retry(self, step: Step) -> None:
         """Have all processes attempt the step again, unless they know already."""
@@ -199,7 +199,8 @@ class ProcessReducer(LocalReducer):
         assert attempt.sum.sending is not None
         for partial in partials:
             for i, gradient in enumerate(partial.gradients):
-                if gradient is not None and gradient.is_sparse and i not in self._sparse:
+                is_sparse = gradient is not None and gradient.is_sparse
+                if is_sparse and i not in self._sparse and i not in partial.tables:
                     raise sparse_error(self._home, i)
         attempt.sum.sending.write_rest([partial.gradients for partial in partials])
         leaves = [attempt.work.results[shard] for shard in attempt.trees.runs[self.rank]]
