@@ -19,7 +19,7 @@ from evenstep.devices.discovery import (
     try_gpu,
     usable_cores,
 )
-from evenstep.devices.malloc import kept_memory, return_freed
+from evenstep.devices.malloc import kept_memory
 from evenstep.devices.placement import carry, deterministic_kernels, intra_op_threads
 from evenstep.devices.process_wide import process_wide, short_switch_interval
 
@@ -41,7 +41,6 @@ __all__ = [
     "layout_notes",
     "parse_device",
     "process_wide",
-    "return_freed",
     "rounding_notes",
     "short_switch_interval",
     "torch_settings",

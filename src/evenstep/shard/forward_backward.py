@@ -199,12 +199,11 @@ def _run_eagerly(
         _refuse_sparse_functions(total)
         replica.has_accumulated = True
     before: list[int] = []
-    if work.is_only_shard:
-        rows = TableRows(total, {})
-    else:
-        if replica.tables is None or not may_accumulate:
-            replica.tables = tables_in(total, replica.parameters)
-        rows = TableRows(total, replica.tables)
+    if work.is_only_shard or replica.has_hooks:
+        replica.tables = {}
+    elif replica.tables is None or not may_accumulate:
+        replica.tables = tables_in(total, replica.parameters)
+    rows = TableRows(total, replica.tables)
     if stream is not None:
         accumulates = left is not None
         with stream.of_shard(replica, work.shard, node, rows.found, accumulates=accumulates), rows:
