@@ -218,6 +218,14 @@ def test_shards_that_use_a_table_each_in_its_own_way(make, layout, taken):
     assert taken
 
 
+def test_batches_of_a_single_shard_are_plain(taken):
+    assert_plain(Words, batches((1, 32, 1)))
+    assert len(taken) >= 8
+    taken.clear()
+    assert_plain(Words, batches((1, 1)))
+    assert not taken
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["words", "three lookups", "a bag's mean"])
 def test_every_layout_has_the_bits_of_the_dense_sum(name, layout):

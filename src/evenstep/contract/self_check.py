@@ -21,7 +21,6 @@ from evenstep.contract.module_state import kept
 from evenstep.contract.outside.outer_module import refuse_outer_module
 from evenstep.contract.rehearsal import Rehearsal, SentShard
 from evenstep.contract.repeat import compute_observed, digests_of
-from evenstep.devices.malloc import return_freed
 from evenstep.engine import Engine
 from evenstep.engine.task import is_device_failure
 from evenstep.errors import ContractError, DeviceLostError, WrongSumError, text_of
@@ -119,8 +118,6 @@ class SelfCheck:
             category="check",
             limit_s=limit_s,
         ).error
-        if is_thorough:
-            return_freed()
         if isinstance(error, ContractError | WrongSumError):
             self.structure = None
             raise error

@@ -19,10 +19,11 @@ from evenstep.devices.process_wide import process_wide
 # mallopt(3), and malloc.h of the GNU C library.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8
 _LARGEST_IN_HEAP_NBYTES = 32 << 20  # the upper limit of glibc's own adaptation
+# With more padding, a larger block may find room at the top of the heap, where it stays when freed.
 _WHILE_OPEN = {
     _M_MMAP_THRESHOLD: _LARGEST_IN_HEAP_NBYTES,
     _M_TRIM_THRESHOLD: 2**31 - 1,
-    _M_TOP_PAD: 64 << 20,
+    _M_TOP_PAD: _LARGEST_IN_HEAP_NBYTES,
     _M_ARENA_MAX: 1,
 }
 _AFTERWARDS = {
@@ -64,13 +65,6 @@ def _kept_memory() -> Iterator[None]:
         yield
     finally:
         _apply(libc, _AFTERWARDS)
-        libc.malloc_trim(0)
-
-
-def return_freed() -> None:
-    """Return to the system what was freed, although memory is kept: after work that comes once."""
-    libc = _glibc()
-    if libc is not None:
         libc.malloc_trim(0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -49,6 +50,9 @@ from evenstep.shard.partial_sum import (
 
 Leaf: TypeAlias = "tuple[Number, Number] | tuple[Number, Number, Outputs]"
 """A shard's (total, count), and its outputs if it has any, detached from the graph."""
+
+
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class OuterModelError(ContractError):
@@ -199,33 +203,41 @@ def _run_eagerly(
         _refuse_sparse_functions(total)
         replica.has_accumulated = True
     before: list[int] = []
-    if work.is_only_shard or replica.has_hooks:
-        replica.tables = {}
-    elif replica.tables is None or not may_accumulate:
-        replica.tables = tables_in(total, replica.parameters)
-    rows = TableRows(total, replica.tables)
+    taking, rows = None, dict[int, torch.Tensor]()
+    looks = replica.tables is None or not may_accumulate
+    has_none = total.grad_fn is None or replica.has_hooks
+    if (looks or replica.tables) and not (has_none or work.is_only_shard):
+        if looks:
+            replica.tables = tables_in(total, replica.parameters)
+        if replica.tables:
+            taking = TableRows(total, replica.tables)
+            rows = taking.found
     if stream is not None:
         accumulates = left is not None
-        with stream.of_shard(replica, work.shard, node, rows.found, accumulates=accumulates), rows:
+        with (
+            stream.of_shard(replica, work.shard, node, rows, accumulates=accumulates),
+            taking or _NOTHING,
+        ):
             _backward(replica, total, work.divisor)
     elif left is not None:
         for parameter, gradient in zip(replica.parameters, left.gradients, strict=True):
             parameter.grad = None if gradient is None or gradient.is_sparse else gradient
             before.append(0 if gradient is None else version_of(gradient))
-        with rows:
+        with taking or _NOTHING:
             _backward(replica, total, work.divisor)
         refuse_twice(left.gradients, before)
     else:
-        with rows:
+        with taking or _NOTHING:
             _backward(replica, total, work.divisor)
     value = _collect(replica, work)
-    tables = {*rows.found} | (left.tables if left is not None else set())
+    tables = {*rows} | (left.tables if left is not None else set())
     for number in tables:
         lefts = (left.gradients[number], before[number]) if before and left else (None, 0)
         value.gradients[number] = with_rows(
-            value.gradients[number], rows.found.get(number), *lefts, may_accumulate=may_accumulate
+            value.gradients[number], rows.get(number), *lefts, may_accumulate=may_accumulate
         )
-    value.tables = rows_in(value.gradients, tables)
+    if tables:
+        value.tables = rows_in(value.gradients, tables)
     leaf: Leaf = (total.detach(), count)
     if total.dtype in HALF_PRECISION:
         leaf = weighed(total.detach(), count, work.divisor)

@@ -106,7 +106,7 @@ def add(left: PartialSum, right: PartialSum) -> PartialSum:
         left.lo,
         right.hi,
         left.is_dense and right.is_dense,
-        rows_in(gradients, tables),
+        rows_in(gradients, tables) if tables else tables,
         streams.fence_here(device) if device.is_accelerator else None,
     )
 

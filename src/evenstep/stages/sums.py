@@ -45,7 +45,7 @@ class StageSums:
             left: a gradient or None for each parameter of the stage.
             right: the gradients to add.
         """
-        tables = range(len(left))
-        total = left if right is None else add_gradients(left, right, tables)
+        numbers = self.buckets[bucket].numbers
+        total = left if right is None else add_gradients(left, right, range(len(left)))
         dense = [one if one is None else densified(one) for one in total]
-        self.gradients.update(zip(self.buckets[bucket].numbers, dense, strict=True))
+        self.gradients.update(zip(numbers, dense, strict=True))

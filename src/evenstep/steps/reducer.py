@@ -59,7 +59,9 @@ class LocalReducer:
         attempt = step.attempt
         assert attempt.sum.tree is not None
         (root,) = attempt.sum.tree.take_partials()
-        return [*map(attempt.work.results.get, range(len(attempt.cut.bounds)))], densify(root)
+        if root.tables:
+            densify(root)
+        return [*map(attempt.work.results.get, range(len(attempt.cut.bounds)))], root
 
     def announce_retry(self, step: Step) -> None:
         """Have all processes attempt the step again, unless they know already."""
