@@ -263,6 +263,21 @@ def test_zeros_keep_their_signs(taken):
     assert taken
 
 
+def negative_zeros(model, ids, y):
+    """A loss whose gradient of the table is −0 everywhere in some shards, and rows in others."""
+    table = model.table
+    used = table(ids) if int(ids[0, 0]) % 2 else table.weight * -0.0
+    return used.sum() + model.head.weight.sum(), len(ids)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_that_a_shard_did_not_use_add_a_zero(layout, taken):
+    options = {"objective": negative_zeros, "check": "off"}
+    reference = {"objective": negative_zeros}
+    assert_plain(Words, batches((32,)), layout=LAYOUTS[layout], reference=reference, **options)
+    assert taken
+
+
 def test_in_autocast(taken):
     model = lambda: Words()  # noqa: E731
     assert_plain(model, batches(), reference={"autocast": torch.bfloat16}, precision="bf16")

@@ -41,8 +41,8 @@ _ROUTING = threading.Lock()
 class TableRows:
     """Inside `with`, a backward pass gives the gradients of tables as rows.
 
-    It is left to torch where something might see the gradient: hooks of the parameter, a backward
-    pass inside the backward pass, or a graph of it (`create_graph`).
+    It is left to torch where something else might see the gradient: hooks of the parameter, or a
+    backward pass inside the backward pass.
 
     Args:
         root: what the backward pass begins with.
@@ -79,7 +79,7 @@ class TableRows:
 
     def table_here(self, indices: torch.Tensor, rows: int) -> int | None:
         """Return the number of the table whose gradient is being computed; None to leave it."""
-        if torch.is_grad_enabled() or backward_pass() != self._task:
+        if backward_pass() != self._task:
             return None
         node = node_here()
         if node is None or node.name() not in _LOOKUPS or indices.numel() * ROWS_PER_INDEX > rows:
