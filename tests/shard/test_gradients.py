@@ -56,7 +56,7 @@ def plain_gradients(model, loss):
 
 
 def stream_shard(stream, replica, shard, node, loss, *, accumulates):
-    with stream.of_shard(replica, shard, node, accumulates=accumulates):
+    with stream.of_shard(replica, shard, node, {}, accumulates=accumulates):
         loss().backward()
 
 

@@ -14,8 +14,8 @@ from torch import nn
 
 from evenstep.batch import Batch
 from evenstep.errors import ContractError
+from evenstep.private_torch.graph import LEAF, nodes_of
 from evenstep.replicas import Replica
-from evenstep.shard.forward_backward import LEAF, nodes_of
 
 
 def leaves_of(total: torch.Tensor, replica: Replica, batch: Batch) -> list[torch.Tensor]:

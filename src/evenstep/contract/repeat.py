@@ -224,7 +224,7 @@ def are_alike(ours: torch.Tensor | None, theirs: torch.Tensor | None) -> bool:
     if ours is None or theirs is None:
         return ours is theirs
     if ours.is_sparse and theirs.is_sparse:
-        ours, theirs = ours.to_dense(), theirs.to_dense()
+        return same_bits(ours, theirs) or same_bits(ours.to_dense(), theirs.to_dense())
     return same_bits(ours, theirs)
 
 

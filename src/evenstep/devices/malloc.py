@@ -19,10 +19,11 @@ from evenstep.devices.process_wide import process_wide
 # mallopt(3), and malloc.h of the GNU C library.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8
 _LARGEST_IN_HEAP_NBYTES = 32 << 20  # the upper limit of glibc's own adaptation
+# With more padding, a larger block may find room at the top of the heap, where it stays when freed.
 _WHILE_OPEN = {
     _M_MMAP_THRESHOLD: _LARGEST_IN_HEAP_NBYTES,
     _M_TRIM_THRESHOLD: 2**31 - 1,
-    _M_TOP_PAD: 64 << 20,
+    _M_TOP_PAD: _LARGEST_IN_HEAP_NBYTES,
     _M_ARENA_MAX: 1,
 }
 _AFTERWARDS = {

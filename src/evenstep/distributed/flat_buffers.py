@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 import torch
 
+from evenstep.collectives.table_rows import densified, write_rows
 from evenstep.devices.addresses import ALIGNMENT
 from evenstep.private_torch.tensors import copy_all
 
@@ -116,7 +117,7 @@ class FlatSpace:
         to (+0 turns −0 into +0).
 
         `left` and `right` have a gradient or None for each parameter of the bucket; without
-        `right`, `left` is written alone.
+        `right`, `left` is written alone. Sparse ones stand for dense ones.
         """
         own = [*map(views.__getitem__, bucket.numbers)]
         if right is None and not any(one is None for one in left):
@@ -128,9 +129,11 @@ class FlatSpace:
             if one is None:
                 view.fill_(-0.0)
             elif ours is None or theirs is None:
-                view.copy_(one)
+                write_rows(one, view) if one.is_sparse else view.copy_(one)
+            elif ours.is_sparse and theirs.is_sparse:
+                write_rows((ours + theirs).coalesce(), view)
             else:
-                torch.add(ours, theirs, out=view)
+                torch.add(densified(ours), densified(theirs), out=view)
 
     def views(self, vectors: Vectors) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield each parameter's number and its gradient in `vectors`, laid out like it."""

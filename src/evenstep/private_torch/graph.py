@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,15 +17,26 @@ with torch.inference_mode(False), torch.enable_grad():
     _SUM: Any = _one.sum().grad_fn
     _EMBEDDING: Any = F.embedding(_row, _one, sparse=True).grad_fn
     _GATHER: Any = torch.gather(_one, 0, _row[None], sparse_grad=True).grad_fn
+    LEAF: Any = type(_SUM.next_functions[0][0])
+    """The class of the nodes that add to the gradient of a leaf, which they have as `variable`."""
 
 next_number: Callable[[], int] = private("torch.autograd", "_get_sequence_nr", _STAGES_AND_COPIES)
 """Return the number that the next node of the calling thread gets."""
 
 _number_of = attribute(_SUM, "_sequence_nr", _STAGES_AND_COPIES)
 
-_backward_pass: Callable[[], int] = private(
+backward_pass: Callable[[], int] = private(
     "torch._C", "_current_graph_task_id", "see whether a backward pass is running"
 )
+"""Return the number of the backward pass that the calling thread computes; -1 if it does not."""
+
+node_here: Callable[[], Any] = private(
+    "torch._C",
+    "_current_autograd_node",
+    "keep gradients of tables as rows",
+    public_way=lambda: None,  # then they are dense
+)
+"""Return the node whose backward pass the calling thread computes; None outside of one."""
 
 
 def _by_torch(tensors: tuple[torch.Tensor, ...], roots: Any, *_: object, **__: object) -> None:
@@ -69,12 +80,26 @@ def number_of(node: Any) -> int:
 
 def is_in_backward() -> bool:
     """Return whether the calling thread computes a backward pass."""
-    return _backward_pass() != -1
+    return backward_pass() != -1
 
 
 def gives_sparse_gradient(node: Any) -> bool:
     """Return whether the function that made a node gives a sparse gradient."""
-    return bool(
-        (hasattr(node, "_saved_sparse") and _of_layer(node))
-        or (hasattr(node, "_saved_sparse_grad") and _of_gather(node))
-    )
+    return is_sparse_lookup(node) or bool(hasattr(node, "_saved_sparse_grad") and _of_gather(node))
+
+
+def is_sparse_lookup(node: Any) -> bool:
+    """Return whether a node looks rows of a table up, and gives a sparse gradient."""
+    return bool(hasattr(node, "_saved_sparse") and _of_layer(node))
+
+
+def nodes_of(root: torch.Tensor) -> Iterator[Any]:
+    """Yield each node of the graph of a tensor."""
+    nodes, seen = [root.grad_fn], set[object]()
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        nodes.extend(before for before, _ in node.next_functions)

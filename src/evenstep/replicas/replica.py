@@ -41,6 +41,9 @@ class Replica:
         may_accumulate: whether a backward pass may add to the gradients of other shards: not where
             layers have sparse gradients, or hooks on their backward pass, which could see them.
         has_accumulated: whether a backward pass has done so.
+        has_hooks: whether layers have hooks on their backward pass.
+        tables: the parameters whose gradients are kept as rows: from the `id` of each to its
+            number; None before the first shard shows it.
         outer: as given.
         graph_nodes: how many nodes the graph of a loss has had that was searched for `outer` in
             this step; -1 before the first.
@@ -70,10 +73,11 @@ class Replica:
         self.opening: list[torch.Tensor] = []
         self.given: list[torch.Tensor] | None = None
         self.has_run_backward = False
-        self.may_accumulate = not any(
-            getattr(child, "sparse", False) or has_backward_hooks(child) for child in modules
-        )
+        self.has_hooks = any(map(has_backward_hooks, modules))
+        has_sparse = any(getattr(child, "sparse", False) for child in modules)
+        self.may_accumulate = not (self.has_hooks or has_sparse)
         self.has_accumulated = False
+        self.tables: Mapping[int, int] | None = None
         self.outer = outer
         self.graph_nodes = -1
         self._slots = _buffer_slots(modules, self.buffers)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -11,10 +12,18 @@ import torch
 from evenstep.batch import Batch
 from evenstep.batch.rng import ShardRandomness
 from evenstep.collectives import TreeSum
+from evenstep.collectives.table_rows import TableRows, tables_in
 from evenstep.engine import streams
 from evenstep.errors import ContractError, ModelError
 from evenstep.options.experiment import autocast
-from evenstep.private_torch.graph import gives_sparse_gradient, next_number, number_of, run_backward
+from evenstep.private_torch.graph import (
+    LEAF,
+    gives_sparse_gradient,
+    next_number,
+    nodes_of,
+    number_of,
+    run_backward,
+)
 from evenstep.private_torch.tensors import version_of
 from evenstep.replicas import JUDGE, Replica
 from evenstep.replicas.replica import reshaped_error, same_bits
@@ -31,14 +40,19 @@ from evenstep.shard.partial_sum import (
     is_averaged,
     receive,
     refuse_twice,
+    rows_in,
     sparse_with_own_memory,
     unjudged_error,
     weighted,
     with_own_memory,
+    with_rows,
 )
 
 Leaf: TypeAlias = "tuple[Number, Number] | tuple[Number, Number, Outputs]"
 """A shard's (total, count), and its outputs if it has any, detached from the graph."""
+
+
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class OuterModelError(ContractError):
@@ -120,7 +134,9 @@ def compute_shard(
         if work.program is not None:
             leaf, value = _run_program(replica, work, work.program, left)
         else:
-            leaf, value = _run_eagerly(replica, work, objective, node, left, stream)
+            leaf, value = _run_eagerly(
+                replica, work, objective, node, left, stream, may_accumulate=may_accumulate
+            )
     if may_accumulate and replica.may_accumulate and not value.is_dense:
         raise AccumulatedTwiceError("a function that is no layer gave a sparse gradient")
     if is_on_gpu:
@@ -171,6 +187,8 @@ def _run_eagerly(
     node: int,
     left: PartialSum | None,
     stream: GradientStream | None,
+    *,
+    may_accumulate: bool,
 ) -> tuple[Leaf, PartialSum]:
     """Compute a shard by torch's own kernels, accumulating its gradients onto those of `left`."""
     for parameter in replica.parameters:
@@ -184,22 +202,46 @@ def _run_eagerly(
     if left is not None and not replica.has_accumulated:
         _refuse_sparse_functions(total)
         replica.has_accumulated = True
+    before: list[int] = []
+    taking, rows = None, dict[int, torch.Tensor]()
+    looks = replica.tables is None or not may_accumulate
+    has_none = total.grad_fn is None or replica.has_hooks
+    if (looks or replica.tables) and not (has_none or work.is_only_shard):
+        if looks:
+            replica.tables = tables_in(total, replica.parameters)
+        if replica.tables:
+            taking = TableRows(total, replica.tables)
+            rows = taking.found
     if stream is not None:
-        with stream.of_shard(replica, work.shard, node, accumulates=left is not None):
+        accumulates = left is not None
+        with (
+            stream.of_shard(replica, work.shard, node, rows, accumulates=accumulates),
+            taking or _NOTHING,
+        ):
             _backward(replica, total, work.divisor)
     elif left is not None:
-        before = []
         for parameter, gradient in zip(replica.parameters, left.gradients, strict=True):
-            parameter.grad = gradient
+            parameter.grad = None if gradient is None or gradient.is_sparse else gradient
             before.append(0 if gradient is None else version_of(gradient))
-        _backward(replica, total, work.divisor)
+        with taking or _NOTHING:
+            _backward(replica, total, work.divisor)
         refuse_twice(left.gradients, before)
     else:
-        _backward(replica, total, work.divisor)
+        with taking or _NOTHING:
+            _backward(replica, total, work.divisor)
+    value = _collect(replica, work)
+    tables = {*rows} | (left.tables if left is not None else set())
+    for number in tables:
+        lefts = (left.gradients[number], before[number]) if before and left else (None, 0)
+        value.gradients[number] = with_rows(
+            value.gradients[number], rows.get(number), *lefts, may_accumulate=may_accumulate
+        )
+    if tables:
+        value.tables = rows_in(value.gradients, tables)
     leaf: Leaf = (total.detach(), count)
     if total.dtype in HALF_PRECISION:
         leaf = weighed(total.detach(), count, work.divisor)
-    return (*leaf, _detached(outputs[0])) if outputs else leaf, _collect(replica, work)
+    return (*leaf, _detached(outputs[0])) if outputs else leaf, value
 
 
 def forward_and_backward(replica: Replica, work: ShardWork, objective: ShardObjective) -> ShardLoss:
@@ -278,10 +320,6 @@ def weighed(total: torch.Tensor, count: Number, divisor: int) -> tuple[torch.Ten
     return total.double() * weight, count * weight
 
 
-LEAF: Any = type(torch.ones(1, requires_grad=True).view(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
-"""The type of the nodes with which a graph begins, each with a leaf as its `variable`."""
-
-
 def _refuse_early_gradients(replica: Replica) -> None:
     """Refuse to accumulate where the objective has run a backward pass of its own.
 
@@ -302,18 +340,6 @@ def _refuse_sparse_functions(total: torch.Tensor) -> None:
     for node in nodes_of(total):
         if gives_sparse_gradient(node):
             raise AccumulatedTwiceError("a function that is no layer gives a sparse gradient")
-
-
-def nodes_of(total: torch.Tensor) -> Iterator[Any]:
-    """Yield each node of the graph of a loss."""
-    nodes, seen = [total.grad_fn], set[object]()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        yield node
-        nodes.extend(before for before, _ in node.next_functions)
 
 
 def _refuse_outer_model(total: torch.Tensor, replica: Replica, opened: int) -> None:

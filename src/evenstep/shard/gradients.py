@@ -8,7 +8,7 @@ tree of the same shape as the tree for everything else, so the same additions in
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -16,12 +16,14 @@ import torch
 
 from evenstep.collectives import TreePlan, TreeSum
 from evenstep.errors import ModelError
+from evenstep.private_torch.tensors import version_of
 from evenstep.replicas import Replica
 from evenstep.shard.partial_sum import (
     AccumulatedTwiceError,
     Tensors,
     add_gradients,
     with_own_memory,
+    with_rows,
 )
 
 
@@ -50,13 +52,23 @@ class GradientStream:
         self._may_retry = may_retry
         self._buckets = [bucket.numbers for bucket in reduction.buckets]
         self._trees = [
-            TreeSum[Tensors](plan, add_gradients, functools.partial(reduction.write, bucket))
-            for bucket in range(len(self._buckets))
+            TreeSum[Tensors](
+                plan,
+                functools.partial(add_gradients, tables=range(len(numbers))),
+                functools.partial(reduction.write, bucket),
+            )
+            for bucket, numbers in enumerate(self._buckets)
         ]
 
     @contextmanager
     def of_shard(
-        self, replica: Replica, shard: int, node: int, *, accumulates: bool
+        self,
+        replica: Replica,
+        shard: int,
+        node: int,
+        rows: MutableMapping[int, torch.Tensor],
+        *,
+        accumulates: bool,
     ) -> Iterator[None]:
         """Inside `with`, take the gradients of a backward pass as they become final.
 
@@ -64,6 +76,7 @@ class GradientStream:
             replica: the replica that the backward pass runs on.
             shard: the shard's number.
             node: the node of the tree whose value the gradients become.
+            rows: gets the rows of tables; they are taken out.
             accumulates: whether the backward pass adds to the gradients of the shard's left
                 sibling; these are then taken from the trees.
 
@@ -73,6 +86,10 @@ class GradientStream:
             ModelError: a gradient is sparse.
         """
         missing = [set(numbers) for numbers in self._buckets]
+        lefts: dict[int, tuple[torch.Tensor, int]] = {}
+
+        def put(bucket: int) -> None:
+            self._put(bucket, node, replica, rows, lefts)
 
         def accumulated(bucket: int, i: int, _: torch.Tensor) -> None:
             """Torch calls this in the lane, when parameter `i` has got its gradient."""
@@ -81,12 +98,14 @@ class GradientStream:
             missing[bucket].remove(i)
             replica.has_run_backward = True
             if not missing[bucket]:
-                self._put(bucket, node, replica)
+                put(bucket)
 
         if accumulates:
             for tree, numbers in zip(self._trees, self._buckets, strict=True):
                 for i, left in zip(numbers, tree.take(self._plan.sibling[shard]), strict=True):
-                    replica.parameters[i].grad = left
+                    replica.parameters[i].grad = None if left is None or left.is_sparse else left
+                    if left is not None:
+                        lefts[i] = left, version_of(left)
         hooks = [
             replica.parameters[i].register_post_accumulate_grad_hook(
                 functools.partial(accumulated, bucket, i)
@@ -102,9 +121,16 @@ class GradientStream:
                 hook.remove()
         for bucket in range(len(missing)):
             if missing[bucket]:
-                self._put(bucket, node, replica)
+                put(bucket)
 
-    def _put(self, bucket: int, node: int, replica: Replica) -> None:
+    def _put(
+        self,
+        bucket: int,
+        node: int,
+        replica: Replica,
+        rows: MutableMapping[int, torch.Tensor],
+        lefts: Mapping[int, tuple[torch.Tensor, int]],
+    ) -> None:
         """Move a bucket's gradients from the replica into the bucket's tree."""
         gradients: Tensors = []
         for i in self._buckets[bucket]:
@@ -114,7 +140,12 @@ class GradientStream:
                 if self._may_retry:
                     raise AccumulatedTwiceError("a function that is no layer gave one")
                 raise sparse_error(replica, i)
-            gradients.append(gradient if gradient is None else with_own_memory(gradient))
+            if i in rows or (i in lefts and lefts[i][0].is_sparse):
+                given = lefts.get(i, (None, 0))
+                gradient = with_rows(gradient, rows.pop(i, None), *given, may_accumulate=True)
+            elif gradient is not None:
+                gradient = with_own_memory(gradient)
+            gradients.append(gradient)
         self._trees[bucket].put(node, gradients)
 
 

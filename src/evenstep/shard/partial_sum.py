@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
 
 from evenstep.collectives import tree_sum
+from evenstep.collectives.table_rows import add_rows, densified
 from evenstep.devices import Device
 from evenstep.engine import streams
 from evenstep.errors import ContractError, EvenstepError
@@ -63,7 +64,8 @@ class PartialSum:
         weights: the number of examples of each shard.
         replica: the replica in whose memory the tensors are.
         lo, hi: the node's shards are [lo, hi).
-        is_dense: whether no gradient is sparse.
+        is_dense: whether no gradient is sparse, except those of `tables`.
+        tables: the numbers of the gradients that are rows for now, and become dense in the root.
         fence: on a GPU, the event to wait for before the tensors are used.
         present: of the root of several processes, for each parameter whether it has a gradient;
             where parameters have owners, `gradients` has only those that this process owns.
@@ -76,6 +78,7 @@ class PartialSum:
     lo: int
     hi: int
     is_dense: bool = True
+    tables: frozenset[int] = frozenset()
     fence: Any = None
     present: Sequence[bool] = ()
 
@@ -93,27 +96,34 @@ def add(left: PartialSum, right: PartialSum) -> PartialSum:
             receive(value, device)
     if right.replica.device.memory != device.memory:
         right = _moved(right, left.replica)
+    tables = left.tables | right.tables
+    gradients = add_gradients(left.gradients, right.gradients, tables)
     return PartialSum(
-        add_gradients(left.gradients, right.gradients),
+        gradients,
         add_buffers(left, right) if left.buffers else [],
         (*left.weights, *right.weights),
         left.replica,
         left.lo,
         right.hi,
         left.is_dense and right.is_dense,
+        rows_in(gradients, tables) if tables else tables,
         streams.fence_here(device) if device.is_accelerator else None,
     )
 
 
-def add_gradients(left: Tensors, right: Tensors) -> Tensors:
-    """Return left + right, reusing the memory of `left` where possible; None adds nothing."""
+def add_gradients(left: Tensors, right: Tensors, tables: Container[int] = ()) -> Tensors:
+    """Return left + right, reusing the memory of `left` where possible; None adds nothing.
+
+    Sparse gradients of `tables`, given by their places, stand for dense ones.
+    """
     result = list(left)
     dense: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
     for number, (ours, theirs) in enumerate(zip(left, right, strict=True)):
         if ours is None or theirs is None:
             result[number] = theirs if ours is None else ours
         elif ours.is_sparse or theirs.is_sparse:
-            result[number] = _add_sparse(ours, theirs)
+            plus = add_rows if number in tables else _add_sparse
+            result[number] = plus(ours, theirs)
         else:
             dense[0].append(ours)
             dense[1].append(theirs)
@@ -227,6 +237,50 @@ def is_averaged(buffer: torch.Tensor, rule: str) -> bool:
     return rule == "mean" or (rule == JUDGE and not is_whole)
 
 
+def rows_in(gradients: Tensors, tables: Iterable[int]) -> frozenset[int]:
+    """Return which gradients of tables are rows."""
+    given = [(number, gradients[number]) for number in tables]
+    return frozenset(number for number, one in given if one is not None and one.is_sparse)
+
+
+def densify(value: PartialSum) -> PartialSum:
+    """Make the gradients of tables dense, in place."""
+    for number in value.tables:
+        gradient = value.gradients[number]
+        assert gradient is not None
+        value.gradients[number] = densified(gradient)
+    value.tables = frozenset()
+    return value
+
+
+def with_rows(
+    gradient: torch.Tensor | None,
+    rows: torch.Tensor | None,
+    left: torch.Tensor | None = None,
+    early: int = 0,
+    *,
+    may_accumulate: bool,
+) -> torch.Tensor | None:
+    """Return the sum of the gradient that a backward pass gave a table, and the rows of it.
+
+    Args:
+        gradient: the gradient that the parameter has: dense, or None.
+        rows: the rows that the backward pass has left out there.
+        left: the sum to its left. A dense one is in `gradient` already, rows are not.
+        early: how often torch had counted writes to `left` before the backward pass.
+        may_accumulate: whether a shard that uses a table in another way, too, may be refused.
+
+    Raises:
+        AccumulatedTwiceError: both parts are of this shard: autograd might have added in a
+            different order. The step is attempted again, and the graph of each shard is looked at.
+    """
+    is_own = gradient is not None and (gradient is not left or version_of(gradient) != early)
+    if rows is not None and is_own and may_accumulate:
+        raise AccumulatedTwiceError("a table is used in another way, too")
+    own = add_rows(gradient, rows)
+    return add_rows(left, own) if left is not None and left.is_sparse else own
+
+
 def refuse_twice(sums: Tensors, before: list[int]) -> None:
     """Make sure that a backward pass has added at most once to each of `sums`.
 
@@ -266,6 +320,8 @@ def at_home(root: PartialSum, home: Replica) -> PartialSum:
 
 def _moved(value: PartialSum, replica: Replica) -> PartialSum:
     """Return a copy in the memory of `replica`, which the calling lane has received."""
+    if replica.device.is_accelerator:
+        value = densify(value)
     return dataclasses.replace(
         value,
         gradients=streams.copy_each(value.gradients, replica.parameter_devices),

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from evenstep.errors import ContractError
+from evenstep.private_torch.graph import nodes_of
 from evenstep.replicas import Replica
-from evenstep.shard.forward_backward import nodes_of
 from evenstep.stages.carried import is_carry
 from evenstep.stages.plan import StagePlan
 from evenstep.stages.shard import StagedShard

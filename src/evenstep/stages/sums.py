@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from evenstep.collectives.table_rows import densified
 from evenstep.shard.partial_sum import Tensors, add_gradients
 
 
@@ -44,5 +45,7 @@ class StageSums:
             left: a gradient or None for each parameter of the stage.
             right: the gradients to add.
         """
-        total = left if right is None else add_gradients(left, right)
-        self.gradients.update(zip(self.buckets[bucket].numbers, total, strict=True))
+        numbers = self.buckets[bucket].numbers
+        total = left if right is None else add_gradients(left, right, range(len(left)))
+        dense = [one if one is None else densified(one) for one in total]
+        self.gradients.update(zip(numbers, dense, strict=True))

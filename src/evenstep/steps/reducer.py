@@ -37,7 +37,7 @@ from evenstep.errors import PeerError, text_of
 from evenstep.replicas import Replicas
 from evenstep.shard.forward_backward import Leaf
 from evenstep.shard.gradients import GradientStream, sparse_error
-from evenstep.shard.partial_sum import Add, PartialSum, add
+from evenstep.shard.partial_sum import Add, PartialSum, add, densify
 from evenstep.steps.outputs import pack_outputs, unpack_outputs
 from evenstep.steps.step import Attempt, Step
 
@@ -58,6 +58,8 @@ class LocalReducer:
         attempt = step.attempt
         assert attempt.sum.tree is not None
         (root,) = attempt.sum.tree.take_partials()
+        if root.tables:
+            densify(root)
         return [*map(attempt.work.results.get, range(len(attempt.cut.bounds)))], root
 
     def announce_retry(self, step: Step) -> None:
@@ -200,7 +202,8 @@ class ProcessReducer(LocalReducer):
             if partial.is_dense:
                 continue
             for i, gradient in enumerate(partial.gradients):
-                if gradient is not None and gradient.is_sparse and i not in self._sparse:
+                is_sparse = gradient is not None and gradient.is_sparse
+                if is_sparse and i not in self._sparse and i not in partial.tables:
                     raise sparse_error(self._home, i)
         attempt.sum.sending.write_rest([partial.gradients for partial in partials])
         leaves = [attempt.work.results[shard] for shard in attempt.trees.runs[self.rank]]

@@ -69,6 +69,34 @@ def on_sparse_gradients(options):
     return trained(model, SGD(model.parameters()), (61, 64, 1, 2), options)
 
 
+class LargeTable(nn.Module):
+    """Looks words up in a table that is kept as rows, or uses all of it in some shards."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(140_000, 4), nn.Linear(4, 3)
+
+    def forward(self, ids):
+        rows = self.table(ids)
+        return self.head((self.table.weight[ids] if ids[0, 0] % 3 == 0 else rows).mean(1))
+
+
+def on_a_large_table(options):
+    """Train a large embedding, of which each shard uses a few rows."""
+    model = LargeTable()
+    optimizer, loss = SGD(model.parameters(), momentum=0.9), nn.CrossEntropyLoss()
+    generator = torch.Generator().manual_seed(1)
+    with evenstep.Trainer(model, optimizer, loss, **grouped(**options)) as trainer:
+        losses = []
+        for size in (64, 33, 1):
+            X = torch.randint(0, 50, (size, 6), generator=generator)
+            X[:, 3:] *= 2_500
+            y = torch.randint(0, 3, (size,), generator=generator)
+            losses.append(float(trainer.step(X, y)))
+        return [trainer.fingerprint(), losses]
+
+
 def on_gradients_added_to_twice(options):
     """Train a model one of whose gradients is not final when it looks so."""
     model = Recomputed()
@@ -180,6 +208,7 @@ def main():
     results["dropout, few examples"] = on_whole_batches("dropout", LAST, options)
     results["sparse gradients"] = on_sparse_gradients(options)
     results["embedding"] = on_an_embedding_and_short_batches(options)
+    results["large table"] = on_a_large_table(options)
     results["added to twice"] = on_gradients_added_to_twice(options)
     results["momentum encoder"] = on_a_momentum_encoder(options)
     results["outputs"] = on_outputs(options)

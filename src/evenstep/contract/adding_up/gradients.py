@@ -9,11 +9,13 @@ from typing import Any, TypeAlias
 
 import torch
 
+from evenstep.collectives.table_rows import TableRows, add_rows, tables_in
 from evenstep.contract.repeat import ShardResult, compute_observed
 from evenstep.engine.task import is_device_failure
 from evenstep.errors import ContractError, EvenstepError
+from evenstep.private_torch.graph import nodes_of
 from evenstep.replicas import Replica
-from evenstep.shard.forward_backward import ShardWork, nodes_of
+from evenstep.shard.forward_backward import ShardWork
 from evenstep.shard.loss import ShardObjective
 
 Gradients: TypeAlias = "Sequence[torch.Tensor | None]"
@@ -104,8 +106,11 @@ def gradients_of(replica: Replica, total: torch.Tensor, divisor: int) -> Gradien
     if not total.requires_grad or not parameters:
         return None
     try:
-        found = torch.autograd.grad(total / divisor, parameters, allow_unused=True)
-        return [None if one is None else one.clone() for one in found]  # functions may reuse theirs
+        root = total / divisor
+        with TableRows(root, tables_in(root, parameters)) as rows:
+            found = torch.autograd.grad(root, parameters, allow_unused=True)
+        own = [None if one is None else one.clone() for one in found]  # functions may reuse theirs
+        return [add_rows(one, rows.found.get(number)) for number, one in enumerate(own)]
     except EvenstepError:
         raise
     except Exception as error:

@@ -11,6 +11,7 @@ from evenstep.collectives import TreeSum
 from evenstep.collectives.tree import tree_plan
 from evenstep.contract.repeat import ShardResult, are_alike
 from evenstep.errors import WrongSumError
+from evenstep.private_torch.tensors import rows_of
 from evenstep.replicas import Replica
 from evenstep.shard.forward_backward import ShardWork, compute_shard
 from evenstep.shard.loss import ShardObjective
@@ -76,6 +77,12 @@ def _plain_mean(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.
     if left is None or right is None:
         only = right if left is None else left
         return only if only is None else only / _DIVISOR
+    if left.is_sparse and right.is_sparse:  # their values as they are, one behind another
+        (places, values), (others, more) = rows_of(left), rows_of(right)
+        both = torch.cat([places, others], 1), torch.cat([values, more])
+        return (
+            torch.sparse_coo_tensor(*both, left.shape, check_invariants=False).coalesce() / _DIVISOR
+        )
     return (left + right) / _DIVISOR
 
 

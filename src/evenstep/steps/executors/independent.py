@@ -115,6 +115,9 @@ class IndependentExecutor:
         )
         assert attempt.sum.tree is not None
         work.is_observed = step.observe is not None
+        if self.replicas.home in self.replicas.all:  # else they are left until the update
+            for parameter in self.replicas.home.parameters:
+                parameter.grad = None
         work.compute = functools.partial(
             compute_shard,
             objective=step.objective,
