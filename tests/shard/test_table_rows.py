@@ -1,5 +1,6 @@
 """Gradients of large tables: kept as rows in the tree, with the bits of dense ones."""
 
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -263,17 +264,21 @@ def test_zeros_keep_their_signs(taken):
     assert taken
 
 
-def negative_zeros(model, ids, y):
-    """A loss whose gradient of the table is −0 everywhere in some shards, and rows in others."""
-    table = model.table
-    used = table(ids) if int(ids[0, 0]) % 2 else table.weight * -0.0
+def negative_zeros(model, ids, y, *, apart):
+    """A loss whose gradient of the table is −0 everywhere in some shards, and rows in others.
+
+    There are `apart` shards of one kind, then as many of the other.
+    """
+    table, shard = model.table, int(ids[0, 0]) - 3
+    used = table.weight * -0.0 if shard // apart % 2 else table(ids)
     return used.sum() + model.head.weight.sum(), len(ids)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_rows_that_a_shard_did_not_use_add_a_zero(layout, taken):
-    options = {"objective": negative_zeros, "check": "off"}
-    reference = {"objective": negative_zeros}
+@pytest.mark.parametrize("apart", [1, 2])
+def test_rows_that_a_shard_did_not_use_add_a_zero(apart, layout, taken):
+    reference = {"objective": functools.partial(negative_zeros, apart=apart)}
+    options = {**reference, "check": "off"}
     assert_plain(Words, batches((32,)), layout=LAYOUTS[layout], reference=reference, **options)
     assert taken
 

@@ -79,7 +79,7 @@ class LargeTable(nn.Module):
 
     def forward(self, ids):
         rows = self.table(ids)
-        return self.head((self.table.weight[ids] if ids[0, 0] % 3 == 0 else rows).mean(1))
+        return self.head((self.table.weight[ids] if ids[0, 0] == 0 else rows).mean(1))
 
 
 def on_a_large_table(options):
@@ -90,8 +90,9 @@ def on_a_large_table(options):
     with evenstep.Trainer(model, optimizer, loss, **grouped(**options)) as trainer:
         losses = []
         for size in (64, 33, 1):
-            X = torch.randint(0, 50, (size, 6), generator=generator)
+            X = torch.randint(1, 50, (size, 6), generator=generator)
             X[:, 3:] *= 2_500
+            X[48:49, 0] = 0  # the first example of a shard, if V = 8
             y = torch.randint(0, 3, (size,), generator=generator)
             losses.append(float(trainer.step(X, y)))
         return [trainer.fingerprint(), losses]
