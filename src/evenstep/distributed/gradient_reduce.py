@@ -176,10 +176,11 @@ class NetworkReduction(GradientReduction):
         with self._lock:
             self._sent.add(bucket)
             self._totals = self._totals or self._flats.new()
+            written = [own or self._flats.new() for own in self._own]  # not, where it is dropped
         pieces = start_sum(
             self._reducer.peers.transport,
             self._trees,
-            [own[flat][lo:hi] for own in self._own],
+            [own[flat][lo:hi] for own in written],
             self._totals[flat][lo:hi],
             bucket_bytes=self._reducer.bucket_bytes,
             tag=1 + bucket,
