@@ -130,6 +130,46 @@ def test_generators_that_the_first_look_has_seen_being_made_are_found(generation
     assert [draw.what for draw in outliving(*twice(draw))] == ["a numpy.random.Generator"]
 
 
+HALVES = torch.full((3,), 0.5)
+GIVEN = {
+    "rand": lambda g: torch.rand(3, generator=g),
+    "rand, out": lambda g: torch.rand(3, generator=g, out=torch.empty(3)),
+    "randn": lambda g: torch.randn(3, generator=g, dtype=torch.float64),
+    "randint": lambda g: torch.randint(9, (3,), generator=g),
+    "randint from": lambda g: torch.randint(3, 9, (3,), generator=g),
+    "randperm": lambda g: torch.randperm(5, generator=g),
+    "normal": lambda g: torch.normal(HALVES, HALVES, generator=g),
+    "normal of a number": lambda g: torch.normal(0.0, HALVES, generator=g),
+    "bernoulli": lambda g: torch.bernoulli(HALVES, generator=g),
+    "bernoulli of p": lambda g: torch.bernoulli(HALVES, p=0.5, generator=g),
+    "multinomial": lambda g: torch.multinomial(HALVES, 2, generator=g),
+    "poisson": lambda g: torch.poisson(HALVES, generator=g),
+    "binomial": lambda g: torch.binomial(HALVES * 4, HALVES, generator=g),
+    "dirichlet": lambda g: torch._sample_dirichlet(HALVES, generator=g),
+    "gamma": lambda g: torch._standard_gamma(HALVES, generator=g),
+    "noise": lambda g: torch.ops.aten.rrelu_with_noise(
+        -HALVES, HALVES.clone(), training=True, generator=g
+    ),
+    "init": lambda g: nn.init.xavier_uniform_(torch.empty(3, 3), generator=g),
+    "normal_": lambda g: torch.empty(3).normal_(generator=g),
+    "uniform_": lambda g: torch.empty(3).uniform_(generator=g),
+    "random_": lambda g: torch.empty(3).random_(generator=g),
+    "random_ from": lambda g: torch.empty(3).random_(2, 5, generator=g),
+    "exponential_": lambda g: torch.empty(3).exponential_(generator=g),
+    "cauchy_": lambda g: torch.empty(3).cauchy_(generator=g),
+    "log_normal_": lambda g: torch.empty(3).log_normal_(generator=g),
+    "geometric_": lambda g: torch.empty(3).geometric_(0.5, generator=g),
+    "bernoulli_": lambda g: torch.empty(3).bernoulli_(0.5, generator=g),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_every_op_that_is_given_a_generator_is_noticed(name):
+    first, second = twice(lambda: GIVEN[name](Own.torch), thorough=False)
+    assert [draw.what for draw in outliving(first, second)] == ["a torch.Generator"]
+    assert {draw.file for draw in first.found} == {__file__}
+
+
 def test_generators_that_were_frozen_are_found_and_stay_frozen():
     gc.freeze()
     try:

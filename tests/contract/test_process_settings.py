@@ -63,6 +63,26 @@ def test_a_setting_that_a_shard_changes_is_refused_by_name(name, devices):
     assert torch.backends.cuda.flash_sdp_enabled()
 
 
+@in_turn(
+    "name", sorted(SETTINGS.keys() - {"cache of cast weights"})
+)  # ops behind autocast don't see it
+def test_a_setting_that_a_hook_changes_in_the_backward_pass_is_refused(name, devices):
+    """Without Python code in it, no setting can change in a backward pass: none is looked at."""
+
+    def objective(model, X, y):
+        output = model(X)
+
+        def changed(gradient):
+            with SETTINGS[name]():
+                return gradient * 2
+
+        output.register_hook(changed)
+        return F.cross_entropy(output, y, reduction="sum"), len(y)
+
+    with pytest.raises(ContractError, match=name.replace(" and left it at 3 instead of 1", "")):
+        train(net(), objective, devices=devices)
+
+
 def test_after_a_refusal_the_lane_has_its_own_number_of_threads_again():
     model = net()
     found = []
