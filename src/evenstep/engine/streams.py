@@ -144,8 +144,10 @@ def open_task(task: Task, device: Device) -> None:
             keep(source.task.result)
     for place in (*task.reads, *task.writes):
         assert isinstance(place, Var)
-        wait_for([*place.fences], device)
+        wait_for([place.written], device)
         keep(place.value_in_task())
+    for place in task.writes:
+        wait_for([*_fences_of(place)], device)
 
 
 def close_task(task: Task, device: Device) -> None:
@@ -156,7 +158,8 @@ def close_task(task: Task, device: Device) -> None:
 def note_fence(task: Task) -> None:
     """Note the fence of an ended task on the places that it used; one call at a time."""
     for place in task.writes:
-        _fences_of(place)[:] = [task.fence]
+        assert isinstance(place, Var)
+        place.written, place.fences = task.fence, []
     for place in task.reads:
         fences = _fences_of(place)
         fences[:] = [fence for fence in fences if fence is not None and not _is_over(fence)]
