@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import optree
@@ -98,6 +98,17 @@ def finish(fences: Iterable[Any], unless: Callable[[], bool] = lambda: False) ->
                 return False
             time.sleep(min(_LOOK_S, (time.perf_counter() - began_s) / 50))
     return True
+
+
+def finish_elsewhere(tensors: Iterable[torch.Tensor], devices: Sequence[Device]) -> None:
+    """Wait for the caller's kernels on accelerators with `tensors` that are none of `devices`.
+
+    Lanes wait for its current streams on their own devices only.
+    """
+    found = {tensor.device for tensor in tensors if not tensor.is_cpu}
+    if found:
+        kind, own = accelerator.kind_here(), {device.torch_device for device in devices}
+        finish([accelerator.fence_here(one) for one in found - own if one.type == kind])
 
 
 class Given(NamedTuple):
