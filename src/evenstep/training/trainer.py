@@ -984,7 +984,8 @@ class Trainer(Habits):
             batch = self._nesting(in_own_memory(batch))
         position = self._progress.position
         cut = group.cut(batch, experiment.shards, position.steps_done)
-        streams.finish_elsewhere(cut.held(), self._executor.engine.devices)
+        if torch.accelerator.is_available():
+            streams.finish_elsewhere(cut.held(), self._executor.engine.devices)
         return Step.of(
             position,
             cut,
