@@ -245,6 +245,64 @@ def test_the_user_s_own_streams_in_the_loss_and_in_the_loader(in_flight, mode, d
     assert_same_bits(train(devices), expected)
 
 
+class AskedToFailError(Exception):
+    """Raised by a hook of the user's."""
+
+
+@EVERY_LAYOUT
+@pytest.mark.parametrize("mode", ["lazy", "thread"])
+@pytest.mark.parametrize("in_flight", [2, 3])
+@pytest.mark.parametrize("fails_in", ["before_update", "after_update"])
+@pytest.mark.thinned(2)
+def test_evaluations_between_steps_in_flight_and_hooks_that_fail_while_kernels_run(
+    fails_in, in_flight, mode, devices
+):
+    """Examples are on their way, on a stream of a device that the trainer does not have."""
+
+    def train(devices):
+        model, fails, measured = build("batch_norm"), [], []
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+
+        def hook(model):
+            if fails:
+                raise AskedToFailError(fails.pop())
+
+        def batches(sizes):
+            for X, y in make_batches(sizes):
+                if devices == ["cpu:0"]:
+                    yield X * 2, y
+                    continue
+                with torch.Stream("emu:3"):
+                    X, y = X.pin_memory(), y.pin_memory()
+                    X, y = (one.to("emu:3", non_blocking=True) for one in (X, y))
+                    yield X * 2, y
+
+        with open_trainer(
+            model, optimizer, devices, max_in_flight=in_flight, **{fails_in: hook}
+        ) as trainer:
+            for number, (X, y) in enumerate(batches((24, 16, 32, 24, 16, 24))):
+                if number == 3:
+                    trainer.waitall()
+                    fails.append("as asked for")
+                    with pytest.raises(AskedToFailError):
+                        float(trainer.step(X, y))
+                if number != 3 or fails_in == "before_update":
+                    trainer.step(X, y)
+                if number % 2:
+                    measured.append(
+                        trainer.evaluate(batches((16, 9)), {"hits": evenstep.metrics.accuracy})
+                    )
+                    outputs = trainer.predict((images,) for images, _ in batches((17,)))
+                    measured.append(outputs.tolist())
+        return emu.on_the_host(whole_state(model, optimizer)), measured
+
+    expected, expected_measures = train(["cpu:0"])
+    emu.configure(mode, seed=4, delay_us=20)
+    state, measured = train(devices)
+    assert_same_bits(state, expected)
+    assert measured == expected_measures
+
+
 @EVERY_LAYOUT
 def test_the_gradient_of_a_batch_tensor_s_own_graph(devices):
     """A penalty's gradient that the user has put into `.grad` is added, as plain torch adds it."""

@@ -131,6 +131,36 @@ def test_a_writer_waits_for_readers_in_two_lanes_that_end_at_the_same_time():
         assert all(bool((result.result() == 1).all()) for result in results)
 
 
+def test_a_reader_does_not_wait_for_another_one():
+    """Its stream gets no more to wait for than that of the first reader of a value."""
+    torch.accelerator.empty_cache()  # blocks that are used again are filled first
+    with Engine(["emu:0", "emu:1"]) as engine:
+        unread, read = (engine.Var(torch.ones(256).pin_memory()) for _ in range(2))
+        for device in range(2):
+            emu.stand_still(device)
+        readers, queued = [engine.copy(read, "emu:0")], []
+        wait_until(lambda: readers[0].done)  # launched
+        for var in (unread, read):
+            before = emu.pending(1)
+            readers.append(engine.copy(var, "emu:1"))
+            wait_until(lambda: readers[-1].done)
+            queued.append(emu.pending(1) - before)
+        for device in range(2):
+            emu.stand_still(device, still=False)
+        assert queued[1] == queued[0] > 0
+        assert all(reader.result().sum() == 256 for reader in readers)
+
+
+def test_a_writer_waits_for_a_reader_in_the_other_lane():
+    with Engine(["emu:0"]) as engine:
+        for _ in range(20):
+            var = engine.Var(torch.ones(256, device="emu:0"))
+            read = engine.copy(var, "emu:0")
+            written = engine.submit(torch.Tensor.fill_, var, -1, writes=[var])
+            written.wait_to_read()
+            assert read.result().sum() == 256
+
+
 def train_some_steps(devices, **layout):
     """Train a model with BatchNorm for four steps, and evaluate it."""
     model = build("batch_norm")

@@ -541,7 +541,7 @@ class Engine:
         elif cause is not None:
             raise self._error_of(cause)
         if self._has_gpu:
-            self._await_kernels([*var.fences])
+            self._await_kernels([var.written, *var.fences])
             streams.keep(var.value_in_task())
 
     # ---- in the submitting thread

@@ -178,13 +178,19 @@ class Var(Place, Pending):
     As an argument of a task it arrives as its value. A task that changes the value names the Var in
     `writes`; one that only reads it names it in `reads`, or takes it as an argument. If a writer
     fails, the value is undefined and later tasks that use the Var fail too: create a new Var.
+
+    Attributes:
+        name: its name in stories.
+        written: on an accelerator, the event behind the kernels of the last task that wrote it.
+        fences: those of the tasks that have read it since.
     """
 
-    __slots__ = ("_value", "_wait", "fences", "name")
+    __slots__ = ("_value", "_wait", "fences", "name", "written")
 
     def __init__(self, value: Any, name: str, wait: Callable[[Var], None]) -> None:
         super().__init__()
         self.name = name
+        self.written: Any = None
         self.fences: list[Any] = []
         self._value = value
         self._wait = wait

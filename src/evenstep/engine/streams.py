@@ -123,6 +123,17 @@ def finish(fences: Iterable[Any], unless: Callable[[], bool] = lambda: False) ->
     return True
 
 
+def finish_elsewhere(tensors: Iterable[torch.Tensor], devices: Sequence[Device]) -> None:
+    """Wait for the caller's kernels on accelerators with `tensors` that are none of `devices`.
+
+    Lanes wait for its current streams on their own devices only.
+    """
+    found = {tensor.device for tensor in tensors if not tensor.is_cpu}
+    if found:
+        kind, own = accelerator.kind_here(), {device.torch_device for device in devices}
+        finish([accelerator.fence_here(one) for one in found - own if one.type == kind])
+
+
 class Given(NamedTuple):
     """A value that threads on other devices, or with other streams, may take.
 
@@ -167,8 +178,10 @@ def open_task(task: Task, device: Device) -> None:
             keep(source.task.result)
     for place in (*task.reads, *task.writes):
         assert isinstance(place, Var)
-        wait_for([*place.fences], device)
+        wait_for([place.written], device)
         keep(place.value_in_task())
+    for place in task.writes:
+        wait_for([*_fences_of(place)], device)
 
 
 def close_task(task: Task, device: Device) -> None:
@@ -179,7 +192,8 @@ def close_task(task: Task, device: Device) -> None:
 def note_fence(task: Task) -> None:
     """Note the fence of an ended task on the places that it used; one call at a time."""
     for place in task.writes:
-        _fences_of(place)[:] = [task.fence]
+        assert isinstance(place, Var)
+        place.written, place.fences = task.fence, []
     for place in task.reads:
         fences = _fences_of(place)
         fences[:] = [fence for fence in fences if fence is not None and not _is_over(fence)]

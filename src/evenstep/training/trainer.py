@@ -36,6 +36,7 @@ from evenstep.devices import Devices, find_devices
 from evenstep.devices.facts import Facts
 from evenstep.distributed import job_share, local_share
 from evenstep.distributed.step_report import NO_DIGEST
+from evenstep.engine import streams
 from evenstep.engine.interrupts import INTERRUPTS, SIGNALS, handler_of
 from evenstep.errors import InputError, hide_own_frames, hides_own_frames
 from evenstep.limits import Precision
@@ -985,6 +986,8 @@ class Trainer(Habits):
             batch = self._nesting(in_own_memory(batch))
         position = self._progress.position
         cut = group.cut(batch, experiment.shards, position.steps_done)
+        if torch.accelerator.is_available():
+            streams.finish_elsewhere(cut.held(), self._executor.engine.devices)
         return Step.of(
             position,
             cut,

@@ -17,6 +17,7 @@ from evenstep.batch.seeds import derive_seed
 from evenstep.data.adapters.sources import Sources
 from evenstep.data.loader import Loader
 from evenstep.data.order import Cursor
+from evenstep.engine import streams
 from evenstep.engine.interrupts import INTERRUPTS, interruptible
 from evenstep.errors import BatchError, InputError, add_note, shown
 from evenstep.shard.evaluation import (
@@ -141,6 +142,7 @@ class Evaluator:
             arguments = self._nesting(whole)
             interruptible(executor.group.refuse_other_batches, arguments, call, number)
             cut = executor.group.cut(arguments, experiment.shards, steps_done)
+            streams.finish_elsewhere(cut.held(), executor.engine.devices)
             self._open_flight()
             yield cut, functools.partial(derive_seed, "evaluation", experiment.seed, number)
 
