@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from evenstep.arithmetic import native
 from launched import JOBS, apart
@@ -39,6 +40,8 @@ LAYOUTS = {
     ],
 )
 def test_every_processor_has_the_recorded_fingerprint(name):
+    if name == "perceptron, Muon" and not hasattr(torch.optim, "Muon"):
+        pytest.skip("torch 2.9 has Muon")
     assert {layout: fingerprint(name, **LAYOUTS[layout]) for layout in LAYOUTS} == dict.fromkeys(
         LAYOUTS, FINGERPRINTS[name]
     )
