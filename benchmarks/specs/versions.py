@@ -38,7 +38,7 @@ def _cell(name: str, found: Mapping[str, Any] | None) -> str:
         return "**fails**"
     if name == "compile" and found["said"].startswith("eager"):
         return "eager"
-    return found["said"].removesuffix(" passed") if name == "tests" else "yes"
+    return found["said"].removesuffix(" tests passed") if name == "tests" else "yes"
 
 
 def details(document: Mapping[str, Any]) -> Iterator[str]:

@@ -33,6 +33,7 @@ import functools
 import inspect
 import logging
 import reprlib
+import sys
 import traceback
 import types
 from collections.abc import Callable, Mapping
@@ -248,6 +249,8 @@ def hide_own_frames(error: Exception) -> None:
     for one in reversed(frames):
         if not _is_own(one):
             shorter = types.TracebackType(shorter, one.tb_frame, one.tb_lasti, one.tb_lineno)
+    if sys.version_info < (3, 11):  # where a bare `raise` shows what was caught: one frame stays
+        frames[0].tb_next = shorter
     BaseException.with_traceback(error, shorter)  # the class of the error may have its own method
 
 

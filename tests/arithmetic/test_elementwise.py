@@ -209,7 +209,7 @@ def python_power(x, y):
     except ValueError:  # 0 to a negative power, or a negative number to a fraction
         if x != 0:
             return nan
-        is_odd = y == int(y) and int(y) % 2 == 1
+        is_odd = math.isfinite(y) and y == int(y) and int(y) % 2 == 1
         return math.copysign(inf, x) if is_odd else inf
 
 

@@ -143,6 +143,8 @@ def test_two_operands_are_promoted_as_in_torch(name, form):
             except NotImplementedError:  # hypot of integers, which has a kernel here
                 continue
             except (RuntimeError, TypeError, AttributeError) as error:
+                if "not implemented for" in str(error):  # as torch 2.6 says it
+                    continue
                 expected = type(error)
             try:
                 with evenstep.portable():

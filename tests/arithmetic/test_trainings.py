@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from evenstep.arithmetic import native
 from launched import alone, apart
@@ -48,6 +49,8 @@ QUICK = {*zip(TRAININGS, itertools.cycle(LAYOUTS), strict=False)}
     ],
 )
 def test_every_processor_has_the_recorded_fingerprint(name, layout):
+    if name == "perceptron, Muon" and not hasattr(torch.optim, "Muon"):
+        pytest.skip("torch 2.9 has Muon")
     assert fingerprint(name, **LAYOUTS[layout]) == FINGERPRINTS[name]
 
 

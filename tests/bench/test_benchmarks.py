@@ -3,6 +3,7 @@
 # ruff: noqa: I001  (what puts the scripts on the path comes first)
 
 import json
+import sys
 
 import pytest
 
@@ -371,6 +372,7 @@ def _profiled(method, shards, **operators):
     }
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 counts a file of its own more")
 def test_a_step_stays_simple():
     """The main path of one eager step: few files, few functions, few calls."""
     counted = overhead.count_calls()

@@ -51,6 +51,7 @@ def test_each_optimizer_and_scheduler_is_resumed():
     assert {scheduler for *_, scheduler in PARTS} == {*SCHEDULERS}
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter in")  # of torch 2.6's own SequentialLR
 @pytest.mark.parametrize("names", PARTS, ids="-".join)
 def test_everything_that_training_continues_from_is_saved(tmp_path, names):
     model, optimizer, options = parts(*names)

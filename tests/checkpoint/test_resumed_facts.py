@@ -172,7 +172,7 @@ SAID = {  # a line, and `within_rounding`: (change, undo), and what the line nam
 }
 REWRITTEN = {  # facts of another machine, played by the checkpoint: what it has instead
     "the version of torch": "2.6.0 (1eba9b3aa3c4)",
-    "the version of oneDNN": "3.5.3",
+    "the version of oneDNN": "2.7.3",
     "the C library": "glibc 2.31",
     "the kinds of devices": "cuda (NVIDIA H100)",
 }

@@ -53,6 +53,7 @@ def mac(monkeypatch):
         is_available = device_count
 
     monkeypatch.setattr(torch, "get_device_module", lambda kind: Module)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
 
 

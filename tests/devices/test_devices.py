@@ -43,6 +43,7 @@ def gpus(monkeypatch):
     def plug_in(*models):
         kind = torch.device("cuda") if models else None
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: kind)
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: torch.cuda.is_available())
         monkeypatch.setattr(accelerator, "refuse_incomplete", lambda kind, devices: None)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(models))
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(models))
@@ -96,6 +97,12 @@ def test_a_device_checks_its_numbers_and_is_frozen():
         Device("cpu", 0).index = 1
 
 
+takes_devices = pytest.mark.skipif(
+    torch.__version__ < "2.9", reason="torch 2.9 is the first that asks what a device is"
+)
+
+
+@takes_devices
 @pytest.mark.parametrize(
     "make",
     [
@@ -118,6 +125,7 @@ def test_torch_takes_a_device_wherever_it_takes_its_own(make):
     assert torch.equal(made, torch.ones(3))
 
 
+@takes_devices
 def test_random_numbers_on_a_device_are_torchs(gpus):
     torch.manual_seed(3)
     expected = torch.randn(2, 3)

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from interrupting import undisturbed_course
+from interrupting import TRACED, undisturbed_course
 from launched import launched
 from marks import slow
 
@@ -17,6 +17,7 @@ CASES = [("press", 0, SOME), ("throw", 1, SOME)]
 CASES += [slow(act, victim, MANY) for act in ("press", "throw") for victim in (0, 1)]
 
 
+@TRACED
 @pytest.mark.parametrize(("act", "victim", "places"), CASES)
 def test_both_end_at_a_step_and_go_on_from_there(tmp_path, act, victim, places):
     torch.save(undisturbed_course(STEPS)[0], tmp_path / "undisturbed.pt")

@@ -375,6 +375,10 @@ class WritesInPlace(nn.Module):
         return hidden
 
 
+refused_by_torch_2_6 = pytest.mark.skipif(torch.__version__ < "2.8", reason="torch 2.6 refuses it")
+
+
+@refused_by_torch_2_6
 def test_in_place_operations_on_what_the_model_has_made_are_part_of_the_program(tmp_path):
     file = evenstep.export(WritesInPlace(), torch.ones(2, 4), tmp_path / "it.pt2")
     x = torch.randn(5, 4)
@@ -408,7 +412,9 @@ class KeepsInAttribute(nn.Module):
         return x + self.mean
 
 
-@pytest.mark.parametrize("kind", [RandomInPython, KeepsInAttribute])
+@pytest.mark.parametrize(
+    "kind", [RandomInPython, pytest.param(KeepsInAttribute, marks=refused_by_torch_2_6)]
+)
 def test_what_is_no_tensor_of_the_program_is_the_recorded_one_for_ever(kind, tmp_path):
     file = evenstep.export(kind(), torch.ones(2, 4), tmp_path / "it.pt2")
     exported = evenstep.load_exported(file)

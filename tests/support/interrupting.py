@@ -22,6 +22,11 @@ from layouts import own
 from reference import assert_same_bits
 from trainers import state_of
 
+TRACED = pytest.mark.skipif(
+    sys.version_info[:2] != (3, 11),
+    # Python 3.10 has other opcodes; 3.12 traces those of a function from its second call on
+    reason="the bytecode of Python 3.11 is traced",
+)
 CODE = (str(Path(evenstep.__file__).parent), threading.__file__, contextlib.__file__)
 BATCHES = 3  # in an epoch
 CLASSES = 4
@@ -246,9 +251,8 @@ def thrown_at(boundary, functions=()):
 
 
 def _skip_other_bytecode():
-    """Python 3.10 has other opcodes; 3.12 traces those of a function from its second call on."""
-    if sys.version_info[:2] != (3, 11):
-        pytest.skip("the bytecode of Python 3.11 is traced")
+    if TRACED.args[0]:
+        pytest.skip(TRACED.kwargs["reason"])
 
 
 _CHECKED = {"RESUME", "JUMP_BACKWARD"}

@@ -6,6 +6,7 @@ What a library of somebody else's looks up when it is imported must be imported 
 import ctypes
 import errno
 import os
+import pathlib
 import platform
 import shutil
 import signal
@@ -68,6 +69,8 @@ _NAMES = {}
 def _hide_folders():
     for name in ("stat", "lstat"):
         setattr(os, name, _hiding(getattr(os, name)))
+    if sys.version_info < (3, 11):  # whose paths keep a function of their own
+        pathlib._NormalAccessor.stat = staticmethod(os.stat)
     sys.addaudithook(_hide_files)
 
 

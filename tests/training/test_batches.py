@@ -82,6 +82,8 @@ def test_a_loss_of_shared_targets_is_weighed_by_the_examples():
 def test_a_shared_tensor_in_compiled_shards():
     expected, losses, _ = train(with_weights(2))
     state, found, trainer = train(with_weights(2), compile=True)
+    if "too old" in trainer.hybridized.why_not:
+        pytest.skip(trainer.hybridized.why_not)
     assert not trainer.hybridized.why_not
     assert found == pytest.approx(losses, rel=1e-5)
     torch.testing.assert_close(state["parameter/weight"], expected["parameter/weight"])

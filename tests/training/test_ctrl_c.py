@@ -13,6 +13,7 @@ from evenstep.engine import Engine
 from evenstep.errors import DeviceLostError
 from interrupting import (
     BATCHES,
+    TRACED,
     Training,
     interrupted_at,
     lanes_left,
@@ -86,6 +87,7 @@ def evaluate(trainer, batches):
     return trainer.evaluate(batches, {"mean": lambda output, y: (output.sum(), len(y))})
 
 
+@TRACED
 @pytest.mark.parametrize("max_in_flight", [1, 2])
 def test_ctrl_c_while_a_trainer_is_closed(max_in_flight, undisturbed):
     """No thread and no handler is left, and what was trained stays as it is."""

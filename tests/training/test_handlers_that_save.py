@@ -23,6 +23,7 @@ from grouping import grouped
 from interrupting import (
     LAYOUTS,
     QUICK,
+    TRACED,
     InTwoCalls,
     Training,
     interrupted_at,
@@ -363,6 +364,7 @@ def test_waiting_and_fingerprints_in_the_middle_of_a_step(layout, undisturbed):
     assert boundary > 5000
 
 
+@TRACED
 def test_with_several_processes_it_is_refused_and_they_stop_together(tmp_path):
     finished = launched(2, "handlers.py", tmp_path)
     assert finished.returncode == 0, finished.stderr

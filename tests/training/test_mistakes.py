@@ -5,6 +5,7 @@ import io
 import logging
 import pickle
 import re
+import sys
 import traceback
 
 import pytest
@@ -365,13 +366,14 @@ def test_a_mistake_is_answered_in_one_line(make, answer):
     pattern = ".*".join(map(re.escape, answer.split(" ... ")))
     assert any(re.search(pattern, line) for line in answers(caught.value)), answers(caught.value)
     if (make, answer) not in LEFT_OVERS:
-        assert "evenstep" not in packages_of(caught.value)
+        stays = sys.version_info < (3, 11)  # where one of ours has hidden the others, it stays
+        assert packages_of(caught.value).count("evenstep") <= stays
 
 
 def packages_of(error):
-    """Return the packages whose frames a traceback shows."""
+    """Return the packages of the frames that a traceback shows."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return {frame.f_globals["__name__"].partition(".")[0] for frame in frames}
+    return [frame.f_globals["__name__"].partition(".")[0] for frame in frames]
 
 
 def test_more_devices_than_cores_are_answered_by_a_note(monkeypatch):

@@ -64,6 +64,11 @@ class Environment:
         inside = ("Scripts", "python.exe") if os.name == "nt" else ("bin", "python")
         return self.folder.joinpath(*inside)
 
+    @property
+    def is_made(self) -> bool:
+        """Whether it is there, made by this run or an earlier one."""
+        return (self.folder / "made").exists()
+
 
 ENVIRONMENTS = (
     Environment("2.6.0", "3.10", "lowest-direct"),

@@ -25,6 +25,7 @@ from environments import ENVIRONMENTS, FOLDER, ROOT, Environment, MissingError, 
 
 RESULTS = ROOT / "benchmarks" / "results" / "versions.json"
 LIMIT_S = 3 * 3600
+ALL_TESTS = ["tests"]
 TRAIN = ("-m", "evenstep", "train", "--model", "lenet", "--epochs", "1")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 PYTEST = ("-m", "pytest", "--dist", "loadgroup", "--max-worker-restart=0", "-m", "not slow")
@@ -101,6 +102,7 @@ class Checks:
         """Run the tests; return how many passed."""
         if not self._tests:
             return "not run"
+        which = "" if self._tests == ALL_TESTS else "quick "
         said = self._run(*PYTEST, "-n", self._workers, *self._tests, fails=True)
         passed = re.search(r"(\d+) passed", said)
         failed = sorted(set(re.findall(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)))
@@ -108,7 +110,7 @@ class Checks:
             raise FailedError(
                 f"{len(failed)} failed: {' '.join(failed)}" if failed else said[-300:]
             )
-        return f"{passed[1]} passed"
+        return f"{passed[1]} {which}tests passed"
 
     def _train(self, devices: str, *options: object) -> str:
         return self._run(*TRAIN, "--devices", devices, *options, with_log=True)
@@ -157,7 +159,7 @@ def row_of(one: Environment, tests: Sequence[str], workers: int) -> dict[str, An
 
 
 def resumed(made: Sequence[Environment]) -> dict[str, Any]:
-    """Let each environment resume what every one has written; return by writer, then by reader.
+    """Let each environment resume what every one writes; return by writer, then by reader.
 
     Each result says whether the resumed training opens with the checkpoint's fingerprint and closes
     with that of the training which went on, and what evenstep logs.
@@ -187,13 +189,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="parts of the names of environments; default: all")
     parser.add_argument("--quick", default="", help="the quick tests, separated by spaces")
-    parser.add_argument("--no-tests", action="store_true", help="run no tests")
+    parser.add_argument(
+        "--tests",
+        choices=("planned", "quick", "none"),
+        default="planned",
+        help="planned: all tests where environments.py says so, the quick ones elsewhere",
+    )
     parser.add_argument("--workers", type=int, default=2, help="processes that run tests")
     options = parser.parse_args()
     FOLDER.mkdir(exist_ok=True)
     wheel = build_wheel()
     document = load()
-    made = []
     for one in ENVIRONMENTS:
         if options.names and not any(name in str(one) for name in options.names):
             continue
@@ -203,13 +209,12 @@ def main() -> int:
         except MissingError as error:
             print(f"  skipped: {error}", flush=True)
             continue
-        made.append(one)
-        which = (
-            [] if options.no_tests else ["tests"] if one.tests == "all" else options.quick.split()
-        )
+        wanted = one.tests if options.tests == "planned" else options.tests
+        which = {"all": ALL_TESTS, "quick": options.quick.split(), "none": []}[wanted]
         document["rows"][str(one)] = row_of(one, which, options.workers)
         write(document)
-    for writer, by_reader in resumed(made).items():
+    there = [one for one in ENVIRONMENTS if one.is_made]
+    for writer, by_reader in resumed(there).items():
         document["resumed"].setdefault(writer, {}).update(by_reader)
     write(document)
     rows = document["rows"].values()

@@ -156,6 +156,9 @@ def test_the_mean_gradient_is_that_of_the_whole_batch_in_float64(name):
         assert error_of(mean_gradient(recipe, shards), exact) < ROUNDING
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="older versions compute some of these models otherwise"
+)
 @pytest.mark.parametrize("name", NOT_WHOLE)
 def test_no_exception_is_left_that_agrees_with_the_whole_batch(name):
     recipe = RECIPES[name]

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.backends.opt_einsum  # which torch 2.6 leaves to the first einsum
 from torch.nn import functional
 
 from evenstep.devices.device import Device

@@ -225,7 +225,7 @@ def recorded(
             _without_partial_program(),
         ):
             warnings.simplefilter("ignore")
-            return torch.export.export(net, inputs, dynamic_shapes=shapes)
+            return torch.export.export(net, inputs, dynamic_shapes=shapes, strict=False)
     except Exception as error:
         raise ExportError(
             f"{type(net).__name__} can't be exported: {_reason(error)}. A program contains no "

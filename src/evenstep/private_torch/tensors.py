@@ -54,8 +54,12 @@ users_of: Callable[[int], float] = private(
 
 if handle_of is torch.UntypedStorage.data_ptr:  # which is no handle
     users_of = _unknown
-USERS_OF_ONE = users_of(handle_of(_ONE.untyped_storage()))
-"""The users of a storage that has one tensor: the tensor, and what counts them."""
+_STORAGE_OF_ONE = _ONE.untyped_storage()
+USERS_OF_ONE = users_of(handle_of(_STORAGE_OF_ONE))
+"""The users of a storage that has one tensor: the tensor, and the variable of who counts them.
+
+Torch 2.9 and older no longer count such an object of Python's once it is gone.
+"""
 
 _is_view = attribute(
     _ONE, "_is_view", "see whether a tensor is a view", public_way=lambda _: lambda: True

@@ -44,6 +44,7 @@ class _LoopbackRendezvous(RendezvousHandler):
                 wait_for_workers=False,
                 multi_tenant=True,
                 master_listen_fd=listener.detach(),
+                use_libuv=False,  # torch 2.6 and older have none that takes a socket
             )
         place = RendezvousStoreInfo(_LOOPBACK, port)
         return RendezvousInfo(PrefixStore(self._run_id, self._store), 0, 1, place)
