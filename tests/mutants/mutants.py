@@ -683,7 +683,7 @@ _SHOWN = [
 
 _PORTABLE = [
     Mutant("lanes compute by torch's own kernels", SWALLOWED_ERROR, "training/setup/parts.py",
-        "lanes=layout.lanes, within=arithmetic)", "lanes=layout.lanes)",
+        "lanes=layout.lanes, within=mode)", "lanes=layout.lanes)",
         ("arithmetic/test_portable.py",)),
     Mutant("products of complex numbers are torch's own", SWALLOWED_ERROR, "arithmetic/mode.py",
         "if way.needs_real and any(map(_is_complex, args)):", "if False:",

@@ -247,17 +247,16 @@ def cut_batch(
         part = Part(here, shard_bounds(here, shards), (range(min(here, shards)),), dim=dim)
     elif not isinstance(part, Part):
         part = part(here)
-    if here == part.examples > part.own_examples:
+    own = part.own_examples if len(part.runs) > 1 else part.examples
+    if here == part.examples > own:
         tensors = [
-            tensor
-            if along is None
-            else tensor.narrow(along, part.own.start or 0, part.own_examples)
+            tensor if along is None else tensor.narrow(along, part.own.start or 0, own)
             for tensor, along in zip(tensors, dims, strict=True)
         ]
-    elif here != part.own_examples:
+    elif here != own:
         raise BatchError(
             f"got a batch of {here} examples, but the loader's last batch has {part.examples}, "
-            f"{part.own_examples} of them for this process: give step what epoch() yields"
+            f"{own} of them for this process: give step what epoch() yields"
         )
     sizes = [part.bounds[shard][1] - part.bounds[shard][0] for shard in part.run]
     pieces = [

@@ -120,7 +120,7 @@ class FlatSpace:
         `right`, `left` is written alone. Sparse ones stand for dense ones.
         """
         own = [*map(views.__getitem__, bucket.numbers)]
-        if right is None and not any(one is None for one in left):
+        if right is None and not any(one is None or one.is_sparse for one in left):
             copy_all(own, left)
             return
         rights: Gradients = [None] * len(left) if right is None else right
