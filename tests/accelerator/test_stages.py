@@ -10,7 +10,7 @@ import torch
 from test_lost import batch_of, make_model
 from test_lost import train as train_small
 from test_random_layouts import ADAM, MOMENTUM, assert_reference
-from test_waits import MOST_WAITS, waits_of_steps
+from test_waits import BESIDES, SHARDS, waits_of_steps
 from torch import nn
 
 import emu
@@ -313,8 +313,11 @@ def test_what_stages_on_accelerators_can_t_do_is_refused(options, expected):
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
-def test_a_step_has_at_most_two_waits(in_flight):
-    assert max(waits_of_steps("lenet", max_in_flight=in_flight, **two())) <= MOST_WAITS
+def test_a_step_blocks_nowhere_and_polls_a_few_events_on_each_device(in_flight):
+    for waits in waits_of_steps("lenet", max_in_flight=in_flight, **two()):
+        polled = waits.pop(emu.POLLING)
+        assert not waits
+        assert polled <= 2 * (SHARDS + BESIDES), polled
 
 
 # ---- times, and devices that fail

@@ -155,7 +155,7 @@ class _Copies:
     def at(self, place: object, device: torch.device, known: dict[int, _Copies]) -> torch.Tensor:
         """Return the copy in the memory of a stage, on `device`; note a new one in `known`."""
         if place != self._place:
-            copied: torch.Tensor = _Carry.apply(self._all[-1], device)  # type: ignore[no-untyped-call]
+            copied = _carry(self._all[-1], device)
             self._all.append(copied)
             self._place = place
             self._versions = [*map(_version, self._all)]
@@ -224,10 +224,22 @@ def _crossed(
             return leaf
         if carried is not None and not writes:
             return carried.here(leaf)
-        return leaf if leaf.device == first else _Carry.apply(leaf, first)  # type: ignore[no-untyped-call]
+        return leaf if leaf.device == first else _carry(leaf, first)
 
     nested: Any = (tuple(args), kwargs)
     return optree.tree_map(there, nested)
+
+
+def _carry(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a copy of a tensor on a device, with a graph.
+
+    Between a leaf and the node that copies lies a view, whose node is on the leaf's device: its
+    gradient is added up there, on the stream of this thread.
+    """
+    if tensor.is_leaf and tensor.requires_grad:
+        tensor = tensor.view_as(tensor)
+    carried: torch.Tensor = _Carry.apply(tensor, device)  # type: ignore[no-untyped-call]
+    return carried
 
 
 def is_carry(node: Any) -> bool:

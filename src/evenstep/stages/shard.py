@@ -64,7 +64,7 @@ class StagedShard:
         self._visits = visits
         self._devices = devices
         self._returns = returns
-        self._carried = SHARD_HERE.carried = Carried(devices) if own_memory else None
+        self._carried = Carried(devices) if own_memory else None
         self._starts: list[int] = []  # the first node of each stage after the first one, by its
         self._stages = [0]  # sequence number, and the stages
         self._has_graph = False  # of several stages
@@ -89,6 +89,7 @@ class StagedShard:
     def begin(self) -> None:
         """Wait for the first turn."""
         self._turns.move(self.number, None, self.place, holds=True)
+        SHARD_HERE.carried = self._carried
         self._arrive()
 
     def end(self) -> None:
