@@ -130,6 +130,23 @@ class ThereAndBack(nn.Module):
         return self.head(self.late(x) * y - x)
 
 
+class Indexed(nn.Module):
+    """Uses parts and views of a tensor of the first stage between uses in the second."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.late, self.head = nn.Linear(36, 12), Gated(), nn.Linear(12, 10)
+
+    def forward(self, x):
+        x = self.stem(x.flatten(1)).tanh()
+        y = self.late(x)
+        y = y * x[:, [*range(12)]] + self.late(x).sin()
+        y = y * x.T.T + self.late(x).cos()
+        y = y * (1 - x) + self.late(x)
+        return self.head(y * (2.0 / (3 + x)) * x.mT.mT)
+
+
 class WithItsLoss(nn.Module):
     """Returns its loss, which it computes of a batch that no module gets, in a dict of a class."""
 
@@ -170,6 +187,7 @@ CASES = {
         )
         for first in ("two", "three")
     },
+    "Indexed": (Indexed, {"stem": 0, "late": 1}, None),
     "Overwritten": (Overwritten, {"stem": 0, "late": 1}, None),
     "ThereAndBack": (ThereAndBack, {"stem": 0, "late": 1}, None),
     "ThereAndBack, regularised": (ThereAndBack, {"stem": 0, "late": 1, "head": 2}, penalised),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import threading
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -197,6 +198,8 @@ class Crossing(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
+_VIEWS = {"T", "mT", "H", "mH", "real", "imag"}  # properties that are operations
+_WRITES = re.compile(r"__i(\w*(add|sub|mul|div|mod|pow|and|or|shift))__|__set(item)?__|.*[^_]_")
 SHARD_HERE = threading.local()  # .carried: the tensors of the shard that the thread computes
 
 
@@ -214,9 +217,13 @@ def _crossed(
 ) -> Any:
     """Return arguments whose tensors on accelerators all lie on one of them."""
     name = getattr(function, "__name__", "")
-    if name in ("__get__", "to", "copy_", "type_as") or name.startswith("_foreach"):
+    if name == "__get__":
+        name = getattr(function.__self__, "__name__", "")
+        if name not in _VIEWS:
+            return args, kwargs
+    if name in ("to", "copy_", "type_as") or name.startswith("_foreach"):
         return args, kwargs
-    writes = "out" in kwargs or name.endswith("_") or name.startswith(("__i", "__set"))
+    writes = "out" in kwargs or _WRITES.fullmatch(name) is not None
     first = next(_accelerated((kwargs.get("out"), *args))).device
 
     def there(leaf: Any) -> Any:
