@@ -144,6 +144,7 @@ class Indexed(nn.Module):
         y = y * x[:, [*range(12)]] + self.late(x).sin()
         y = y * x.T.T + self.late(x).cos()
         y = y * (1 - x) + self.late(x)
+        y = y * x.to(torch.float64).float() + self.late(x)
         return self.head(y * (2.0 / (3 + x)) * x.mT.mT)
 
 
@@ -315,6 +316,35 @@ def test_code_that_breaks_the_contract_is_refused():
         pytest.raises(evenstep.errors.ContractError, match="gives two results"),
     ):
         trainer.step(*batch_of(0))
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+class Between(Indexed):
+    def forward(self, x):
+        x = self.stem(x.flatten(1)).tanh()
+        y = self.late(x) + Doubled.apply(x)
+        return self.head(y + self.late(x))
+
+
+def test_a_function_that_would_change_the_order_of_gradients_is_refused():
+    model = Between()
+    layout = evenstep.Layout(divide=evenstep.Stages({"stem": 0, "late": 1}))
+    with (
+        evenstep.Trainer(
+            model, momentum(model), nn.CrossEntropyLoss(), **two(layout=layout)
+        ) as trainer,
+        pytest.raises(evenstep.errors.ContractError, match="DoubledBackward uses a tensor"),
+    ):
+        trainer.step(*make_batches((16,))[0])
 
 
 @pytest.mark.parametrize(

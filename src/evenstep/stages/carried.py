@@ -14,7 +14,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from evenstep.devices.addresses import ALIGNMENT, copy_with_strides
-from evenstep.private_torch.graph import is_in_backward, number_of
+from evenstep.errors import ContractError
+from evenstep.private_torch.graph import is_in_backward, nodes_of, number_of
 from evenstep.private_torch.tensors import version_of
 
 _CPU = torch.device("cpu")
@@ -85,6 +86,30 @@ class Carried:
         """Return whether a tensor was copied, or is a copy."""
         return id(tensor) in self._copies
 
+    def refuse_uses_beside_copies(self, total: torch.Tensor) -> None:
+        """Refuse a tensor that is used itself between uses of its copy: sums have an order.
+
+        A function of torch gets the copy. One of `torch.autograd.Function`, outside of a module,
+        gets the tensor.
+
+        Raises:
+            ContractError: names what uses it.
+        """
+        uses: dict[Any, list[Any]] = {}
+        for node in nodes_of(total):
+            for source in node.next_functions:
+                uses.setdefault(source, []).append(node)
+        for chain in self._tensors:
+            for source, carry in chain.links:
+                later = max(map(number_of, uses.get((carry, 0), ())), default=-1)
+                for node in uses.get(source, ()):
+                    if number_of(carry) < number_of(node) < later:
+                        raise ContractError(
+                            f"{node.name()} uses a tensor of an earlier stage between functions "
+                            f"that use its copy, so its gradients would be added up in a different "
+                            f"order: call it in a module that gets the tensor"
+                        )
+
     def write_back(self) -> None:
         """Write what was written into copies in this stage into the tensors that they are of."""
         for copies in self._tensors:
@@ -139,6 +164,7 @@ class _Copies:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._all = [tensor]
         self._place: object = None  # of the last one
+        self.links: list[tuple[Any, Any]] = []  # from the node of each tensor to that of its copy
         self._versions = [_version(tensor)]  # when the last one was made, or written back
 
     @property
@@ -156,7 +182,10 @@ class _Copies:
     def at(self, place: object, device: torch.device, known: dict[int, _Copies]) -> torch.Tensor:
         """Return the copy in the memory of a stage, on `device`; note a new one in `known`."""
         if place != self._place:
-            copied = _carry(self._all[-1], device)
+            source = self._all[-1]
+            copied = _carry(source, device)
+            if copied.grad_fn is not None and source.grad_fn is not None:
+                self.links.append(((source.grad_fn, source.output_nr), copied.grad_fn))
             self._all.append(copied)
             self._place = place
             self._versions = [*map(_version, self._all)]
@@ -221,17 +250,20 @@ def _crossed(
         name = getattr(function.__self__, "__name__", "")
         if name not in _VIEWS:
             return args, kwargs
-    if name in ("to", "copy_", "type_as") or name.startswith("_foreach"):
+    if name.startswith("_foreach"):
         return args, kwargs
     writes = "out" in kwargs or _WRITES.fullmatch(name) is not None
-    first = next(_accelerated((kwargs.get("out"), *args))).device
+    written = next(_accelerated((kwargs.get("out"), *args)))
+    first = written.device
 
     def there(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.device.type == "cpu":
             return leaf
-        if carried is not None and not writes:
-            return carried.here(leaf)
-        return leaf if leaf.device == first else _carry(leaf, first)
+        if carried is not None and (not writes or leaf is not written):
+            leaf = carried.here(leaf)
+        return (
+            leaf if leaf.device == first or not (writes or carried is None) else _carry(leaf, first)
+        )
 
     nested: Any = (tuple(args), kwargs)
     return optree.tree_map(there, nested)

@@ -353,9 +353,11 @@ class StagedExecutor(IndependentExecutor):
         lane = self._lane_of[model]
         replica, shard, total = self._replica(lane), self._now[lane], loss[0]
         if shard is not None and total.requires_grad:
-            may_check = not isinstance(replica.device, StagedDevice)  # there, torch refuses itself
-            if may_check and self._checked.get(lane) is not objective:
-                check_graph(shard, total, replica, self.stages)
+            if self._checked.get(lane) is not objective:
+                if isinstance(replica.device, StagedDevice):
+                    shard.refuse_uses_beside_copies(total)
+                else:
+                    check_graph(shard, total, replica, self.stages)
                 self._checked[lane] = objective
             shard.forward_ends(total)
         return loss

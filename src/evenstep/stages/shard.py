@@ -141,6 +141,11 @@ class StagedShard:
         accelerator.allocate_on(self._devices[0])
         return self._carried.home(output)
 
+    def refuse_uses_beside_copies(self, total: torch.Tensor) -> None:
+        """Refuse a loss that uses a tensor itself between uses of its copy."""
+        if self._carried is not None:
+            self._carried.refuse_uses_beside_copies(total)
+
     def forward_ends(self, total: torch.Tensor) -> None:
         """Make the backward pass of a loss begin in the stage in which the forward pass ended."""
         self._last = None
