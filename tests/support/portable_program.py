@@ -21,6 +21,8 @@ RECORD = ROOT / "tests/arithmetic/programs.json"
 PROGRAMS = {
     "examples/concise.py": ("cpu:0", "1"),
     "examples/by_stage_rates.py": ("cpu:0",),
+    "examples/batchnorm.py": (),
+    "examples/large_batch.py": ("1",),
     "notebooks/5_concise.md": (),
     "notebooks/6_sixteen_devices.md": (),
     "notebooks/8_three_ways.md": (),
