@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,3 +45,20 @@ def test_a_trainer_that_is_made_inside_is_portable():
     assert evenstep.Experiment().arithmetic == "torch"
     again = evenstep.Trainer(*given, experiment=inside, seed=1, devices="cpu:0")
     assert again.experiment.arithmetic == "portable"
+
+
+EVERYTHING = """
+import importlib, pkgutil
+import evenstep
+with evenstep.portable(seed=0):
+    for module in pkgutil.walk_packages(evenstep.__path__, "evenstep."):
+        if not module.name.endswith("__main__"):
+            try:
+                importlib.import_module(module.name)
+            except ModuleNotFoundError as error:  # of an optional dependency
+                assert not error.name.startswith("evenstep"), error
+"""
+
+
+def test_all_of_evenstep_can_be_loaded_inside():
+    subprocess.run([sys.executable, "-c", EVERYTHING], check=True)

@@ -12,15 +12,14 @@ from evenstep.private_torch.names import attribute, private
 
 with torch.inference_mode(False):
     _ONE = torch.empty(1, device="cpu")
-    _NO_ROWS = _ONE[:0].to_sparse()
 
 version_of: Callable[[torch.Tensor], int] = attribute(
     _ONE, "_version", "see which tensors were written to"
 )
 """How often a tensor was written to in place; it must not be an inference tensor."""
 
-_indices_of = attribute(_NO_ROWS, "_indices", "read the rows of a sparse tensor as they are")
-_values_of = attribute(_NO_ROWS, "_values", "read the rows of a sparse tensor as they are")
+_indices_of = attribute(_ONE, "_indices", "read the rows of a sparse tensor as they are")
+_values_of = attribute(_ONE, "_values", "read the rows of a sparse tensor as they are")
 
 
 def rows_of(sparse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
