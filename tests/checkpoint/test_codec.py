@@ -149,7 +149,7 @@ Point = collections.namedtuple("Point", "x y")
         (np.str_("a"), "numpy.str_"),
         (np.timedelta64(3, "ns"), "numpy.timedelta64"),
         (np.datetime64(3, "ns"), "numpy.datetime64"),
-        (np.longdouble(1), "numpy.longdouble"),
+        (np.longdouble(1), f"numpy.{np.longdouble.__name__}"),
         (torch.float32, "torch.dtype"),
         (torch.device("cpu"), "torch.device"),
     ],

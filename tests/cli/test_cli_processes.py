@@ -247,3 +247,25 @@ def test_auto_resume_begins_where_nothing_is_and_else_goes_on_from_the_newest_wh
     assert "step-00000020" in again.stderr
     expected = trained(*MLP, "--steps", 30).fingerprint
     assert TrainRecord.from_json(again.stdout).fingerprint == expected
+
+
+TALKATIVE = """
+import os
+from evenstep.models import lenet
+
+def net():
+    os.write(1, b"[a library of C++ says something]")
+    print("[so does the model]")
+    return lenet()
+"""
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_only_the_record_is_on_stdout(tmp_path, processes):
+    (tmp_path / "talkative.py").write_text(TALKATIVE)
+    command = [*EVENSTEP, "train", "--model", "talkative:net", "--steps", "2", "--json", "-"]
+    command += ["--processes", str(processes), "--devices", "1", "--data", "digits"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert TrainRecord.from_json(done.stdout).steps == 2
+    assert "[a library of C++ says something]" in done.stderr
+    assert "[so does the model]" in done.stderr

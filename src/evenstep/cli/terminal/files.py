@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 import click
 from click.shell_completion import CompletionItem
@@ -15,6 +17,7 @@ from evenstep.errors import InputError, shown
 from evenstep.files import write_file
 
 _DESCRIPTOR = re.compile(r"(/dev|/proc/self)/fd/(?P<number>\d+)")
+_STDOUT, _STDERR = 1, 2
 _MOST_LINKS = 40  # as the kernel follows
 _LONG = 255
 
@@ -83,6 +86,28 @@ class OutputFolder(click.ParamType[Path]):
     ) -> list[CompletionItem]:
         """Let the shell complete the name of a folder."""
         return [CompletionItem(incomplete, type="dir")]
+
+
+@contextlib.contextmanager
+def own_stdout() -> Iterator[TextIO]:
+    """Inside `with`, only what is written to the given file reaches stdout, all else stderr.
+
+    Models print, and so do libraries: gloo does so in torch 2.8 and 2.9.
+    """
+    stdout = sys.__stdout__
+    if stdout is None or sys.stdout is not stdout:  # it isn't the process's
+        yield sys.stdout
+        return
+    stdout.flush()
+    kept = os.dup(_STDOUT)
+    os.dup2(_STDERR, _STDOUT)
+    try:
+        with open(kept, "w", encoding="utf-8", closefd=False) as file:
+            yield file
+    finally:
+        stdout.flush()
+        os.dup2(kept, _STDOUT)
+        os.close(kept)
 
 
 def target_of(name: str) -> Path:

@@ -6,6 +6,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
 import click
 from rich.console import Console
@@ -15,7 +16,7 @@ from evenstep.checkpoint.files import latest_checkpoint, list_checkpoints
 from evenstep.cli.options.training import ExperimentOptions, LayoutOptions
 from evenstep.cli.processes.launch import launch
 from evenstep.cli.processes.report import report_shares
-from evenstep.cli.terminal.files import target_of, write_text
+from evenstep.cli.terminal.files import own_stdout, target_of, write_text
 from evenstep.cli.terminal.loading import loading
 from evenstep.cli.terminal.output import fields_table, print_line, print_table, shares_table
 from evenstep.cli.terminal.progress import Goal
@@ -51,7 +52,15 @@ def train(experiment: ExperimentOptions, layout: LayoutOptions) -> None:
     if layout.processes > 1 and not was_launched():
         shares = launch(layout.processes, layout.max_restarts, sys.argv[1:])
         _print_shares(Console(stderr=layout.json_file == "-"), shares)
-        return
+    elif layout.json_file == "-":
+        with own_stdout() as file:
+            _train_here(experiment, layout, file)
+    else:
+        _train_here(experiment, layout, sys.stdout)
+
+
+def _train_here(experiment: ExperimentOptions, layout: LayoutOptions, stdout: TextIO) -> None:
+    """Train in this process, perhaps one of several."""
     if not is_first():  # only the first process prints and writes files
         layout = dataclasses.replace(layout, trace_file=None, json_file=None)
     console = Console(stderr=layout.json_file == "-", quiet=not is_first())
@@ -67,7 +76,7 @@ def train(experiment: ExperimentOptions, layout: LayoutOptions) -> None:
     shares = [] if record.train_loss is None else [*training.trainer.shares()]
     if not report_shares(shares):
         _print_shares(console, shares)
-    _write_json(record, layout.json_file)
+    _write_json(record, layout.json_file, stdout)
     if layout.trace_file is not None and not was_launched():
         _add_image_formats(training, layout.trace_file)
 
@@ -189,9 +198,9 @@ def _fields(record: TrainRecord, folder: Path | None) -> list[tuple[str, str]]:
     ]
 
 
-def _write_json(record: TrainRecord, name: str | None) -> None:
+def _write_json(record: TrainRecord, name: str | None, stdout: TextIO) -> None:
     if name == "-":
-        click.echo(record.to_json())
+        click.echo(record.to_json(), file=stdout)
     elif name is not None:
         try:
             write_text(name, record.to_json() + "\n")
