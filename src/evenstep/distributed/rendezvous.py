@@ -15,6 +15,14 @@ from torch.distributed.rendezvous import rendezvous
 
 from evenstep.distributed.gloo import GlooTransport
 from evenstep.distributed.process_group import Peers
+from evenstep.distributed.secret import (
+    SECRET_FILE,
+    SealedStore,
+    awaited,
+    meeting_key,
+    prove,
+    read_secret,
+)
 from evenstep.distributed.shared.memory import connected, listening
 from evenstep.distributed.shared.rounds import shared_rounds
 from evenstep.distributed.status_board import StatusBoard
@@ -64,7 +72,9 @@ def restarts() -> int:
 
 
 def join(timeout_s: float, interface: str | None = None) -> Peers:
-    """Find the other processes, and connect to each of them.
+    """Find the other processes, and connect to each of them that proves to know the job's secret.
+
+    The variable EVENSTEP_SECRET_FILE names the file with the secret; without it there is none.
 
     Args:
         timeout_s: the maximum time that any wait for another process may take.
@@ -72,15 +82,20 @@ def join(timeout_s: float, interface: str | None = None) -> Peers:
             one machine, else gloo's choice (GLOO_SOCKET_IFNAME, or that of the host's name).
 
     Raises:
-        PeerError: not all processes arrive within the time limit.
+        PeerError: not all processes arrive within the time limit, or one doesn't know the secret.
+        InputError: the file with the secret can't be used.
     """
+    secret = read_secret(os.environ[SECRET_FILE]) if SECRET_FILE in os.environ else b""
     store, rank, size = _meeting_point(timeout_s)
     number = store.add(f"evenstep/joined/{rank}", 1)  # counts the trainers that a script opens
     own = dist.distributed_c10d.PrefixStore(f"evenstep/{number}", store)
-    hosts, on_one_machine = _hosts(own, rank, size, timeout_s)
+    key = meeting_key(store, own, secret, rank, size, timeout_s)
+    sealed = SealedStore(own, key)
+    hosts, on_one_machine = _hosts(sealed, rank, size, timeout_s)
     interface = interface or ("lo" if on_one_machine else None)
     transport = GlooTransport(own, rank, size, interface, timeout_s)
-    peers = Peers(transport, hosts, StatusBoard(own, rank), on_one_machine=on_one_machine)
+    prove(transport, key)
+    peers = Peers(transport, hosts, StatusBoard(sealed, rank), on_one_machine=on_one_machine)
     if on_one_machine and size > 1:
         peers.rounds = shared_rounds(peers, timeout_s) or peers.rounds
     return peers
@@ -100,7 +115,7 @@ def _meeting_point(timeout_s: float) -> tuple[Store, int, int]:
     return store, rank, size
 
 
-def _hosts(store: Store, rank: int, size: int, timeout_s: float) -> tuple[list[str], bool]:
+def _hosts(store: SealedStore, rank: int, size: int, timeout_s: float) -> tuple[list[str], bool]:
     """Return the host of each process, and whether all reach each other by loopback.
 
     That is proved by a connection: the first process listens on a random name, which only processes
@@ -119,17 +134,10 @@ def _hosts(store: Store, rank: int, size: int, timeout_s: float) -> tuple[list[s
     return [host for _, host in published], all(proof for proof, _ in published)
 
 
-def _published(peer: int, store: Store, timeout_s: float) -> tuple[str, str]:
+def _published(peer: int, store: SealedStore, timeout_s: float) -> tuple[str, str]:
     """Return what a process has published about its place, and its host."""
-    try:
-        store.wait([f"machine/{peer}"], datetime.timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        raise PeerError(
-            f"rank {peer} did not respond within {timeout_s:g} s: every process must open the "
-            f"trainer",
-            peer,
-        ) from error
-    proof, host = store.get(f"machine/{peer}").decode().split("\n")
+    limit = datetime.timedelta(seconds=timeout_s)
+    proof, host = awaited(store, f"machine/{peer}", peer, limit).decode().split("\n")
     return proof, host
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
+    from evenstep.distributed.secret import SealedStore
     from evenstep.private_torch.processes import Store
 
 T = TypeVar("T")
@@ -25,7 +26,7 @@ class StatusBoard:
     All processes share the store.
     """
 
-    def __init__(self, store: Store, rank: int) -> None:
+    def __init__(self, store: Store | SealedStore, rank: int) -> None:
         self._store = store
         self._rank = rank
         self._doing = "starting"
@@ -57,7 +58,8 @@ class StatusBoard:
 
     def status_of(self, rank: int) -> tuple[str | None, str]:
         """Return why a process has left, if it published that, and its last known status."""
-        unknown = (None, "and its status is unknown: the launcher's store does not respond")
+        why = "the launcher's store does not respond, or holds what no process of the job wrote"
+        unknown = (None, f"and its status is unknown: {why}")
         return self._in_time(lambda: self._look_up(rank)) or unknown
 
     def _look_up(self, rank: int) -> tuple[str | None, str]:

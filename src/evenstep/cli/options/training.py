@@ -263,6 +263,14 @@ class LayoutOptions(OptionTable):
         metavar="SECONDS",
         group=_DEVICES,
     )
+    secret_file: Path | None = option(
+        None,
+        "With several processes: the file with the job's secret, which a process must know to "
+        "join. Default: the one that EVENSTEP_SECRET_FILE names; a random secret with --processes.",
+        click.Path(path_type=Path),
+        metavar="FILE",
+        group=_DEVICES,
+    )
     allow_rounding: bool = option(
         False,
         "With several processes: train although their processors, libraries or settings round "

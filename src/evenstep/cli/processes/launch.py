@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import sys
 import tempfile
 import uuid
@@ -23,7 +24,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from evenstep.cli.processes import loopback_rendezvous
 from evenstep.cli.processes.hash_seed import HASH_SEED
 from evenstep.cli.processes.report import FOLDER, reported_shares
+from evenstep.distributed import SECRET_FILE
 from evenstep.errors import InputError
+from evenstep.files import write_file
 from evenstep.profiling.accounting import DeviceShares
 
 
@@ -40,10 +43,12 @@ def launch(processes: int, max_restarts: int, arguments: Sequence[str]) -> list[
         raise InputError("got --processes on Windows, where it does not work yet: use --devices")
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     loopback_rendezvous.register()
-    hashes_freely = HASH_SEED not in os.environ
     with tempfile.TemporaryDirectory(prefix="evenstep-") as folder:
-        os.environ[FOLDER] = folder
-        os.environ.setdefault(HASH_SEED, "0")  # all processes hash strings alike
+        own = {FOLDER: folder, HASH_SEED: "0", SECRET_FILE: str(Path(folder) / "secret")}
+        added = {name: value for name, value in own.items() if name not in os.environ}
+        if SECRET_FILE in added:  # nobody else may enter the folder
+            write_file(added[SECRET_FILE], secrets.token_hex(32))
+        os.environ.update(added)
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -64,9 +69,8 @@ def launch(processes: int, max_restarts: int, arguments: Sequence[str]) -> list[
             click.echo(line or "evenstep: stopped", err=True)
             sys.exit(code)
         finally:
-            del os.environ[FOLDER]
-            if hashes_freely:
-                del os.environ[HASH_SEED]
+            for name in added:
+                del os.environ[name]
         return reported_shares(Path(folder), processes)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,7 +38,7 @@ from evenstep.cli.training.setup import (
 from evenstep.data import Loader
 from evenstep.devices import intra_op_threads
 from evenstep.devices.discovery import WITHIN_ROUNDING
-from evenstep.distributed import is_first, restarts, was_launched
+from evenstep.distributed import SECRET_FILE, is_first, read_secret, restarts, was_launched
 from evenstep.errors import CheckpointError, InputError, SaveError
 from evenstep.models.registry import find_factory
 from evenstep.profiling.accounting import DeviceShares
@@ -49,6 +50,9 @@ _DEFAULT_EPOCHS = {"digits": 30, "fashion-mnist": 10}
 def train(experiment: ExperimentOptions, layout: LayoutOptions) -> None:
     """Train, and print the results."""
     _check_folder_is_given(layout)
+    if layout.secret_file is not None:
+        read_secret(layout.secret_file)
+        os.environ[SECRET_FILE] = str(layout.secret_file.absolute())
     if layout.processes > 1 and not was_launched():
         shares = launch(layout.processes, layout.max_restarts, sys.argv[1:])
         _print_shares(Console(stderr=layout.json_file == "-"), shares)

@@ -2,9 +2,9 @@
 
 Names and inode numbers prove nothing: two containers on one host's network may each have a
 `/dev/shm` of their own, with equal numbers. So the memory has no name. The first process hands it
-to the others through a socket of the network namespace (unix(7), "abstract"), and every process
-writes a random token that all others must read. The system frees the memory when the last process
-ends, even if it is killed.
+to the others through a socket of the network namespace (unix(7), "abstract"): they and it prove to
+each other that they are of the job. Every process writes a random token that all others must read.
+The system frees the memory when the last process ends, even if it is killed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Iterator
 import torch
 
 from evenstep.distributed.process_group import Exchange, Peers
+from evenstep.distributed.secret import TAG_BYTES, tag_of
 
 _TOKEN_BYTES = 16
 _WAIT_S = 2.0  # for data that another process has already sent
@@ -95,14 +96,14 @@ def shared_file(peers: Peers, nbytes: int) -> tuple[torch.Tensor, int] | None:
 def _handed_out(peers: Peers, nbytes: int) -> int | None:
     """In the first process, create a file and send it to all others; None if that fails."""
     handle = _made_file(nbytes)
-    secret = secrets.token_hex(_TOKEN_BYTES)  # other users can see the names of sockets
+    key = secrets.token_hex(_TOKEN_BYTES)  # other users can see the names of sockets
     with listening() as (name, offered):
         is_offered = handle is not None and offered is not None
-        all_say(peers, f"{name} {secret}".encode() if is_offered else NO, "offered")
+        all_say(peers, f"{name} {key}".encode() if is_offered else NO, "offered")
         if all(all_say(peers, YES if is_offered else NO, "connected to")):
             assert handle is not None
             assert offered is not None
-            sent = _send_to_each(offered, handle, secret.encode(), peers.size - 1)
+            sent = _send_to_each(offered, handle, key.encode(), {*range(1, peers.size)})
             if all(all_say(peers, YES if sent else NO, "handed over")):
                 return handle
     if handle is not None:
@@ -126,31 +127,39 @@ def _made_file(nbytes: int) -> int | None:
 
 def _handed_over(peers: Peers) -> int | None:
     """In the other processes, receive the file that `_handed_out` sends; None if that fails."""
-    name, _, secret = all_say(peers, NO, "offered")[0].decode().partition(" ")
-    with connected(name, secret.encode()) as link:
+    name, _, key = all_say(peers, NO, "offered")[0].decode().partition(" ")
+    with connected(name, tag_of(key.encode(), "ask", peers.rank)) as link:
         if not all(all_say(peers, NO if link is None else YES, "connected to")):
             return None
         assert link is not None
         if not all(all_say(peers, YES, "handed over")):
             return None
         try:
-            _, handles, _, _ = socket.recv_fds(link, 1, 1)
+            answer, handles, _, _ = socket.recv_fds(link, TAG_BYTES, 1)
         except OSError:
             return None
-        return handles[0] if handles else None
+        if hmac.compare_digest(answer, tag_of(key.encode(), "give", peers.rank)) and handles:
+            return handles[0]
+        for handle in handles:
+            os.close(handle)
+        return None
 
 
-def _send_to_each(offered: socket.socket, handle: int, secret: bytes, count: int) -> bool:
-    """Send a file to `count` processes that have connected and that know the secret."""
+def _send_to_each(offered: socket.socket, handle: int, key: bytes, missing: set[int]) -> bool:
+    """Send a file to each process of the job, once; all have connected and asked for it.
+
+    So whoever has not asked is a stranger, and is not waited for.
+    """
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [handle]))]
+    asked = {tag_of(key, "ask", rank): rank for rank in missing}
     try:
-        while count:
+        while asked:
             link, _ = offered.accept()
-            with link:
-                link.settimeout(_WAIT_S)
-                if hmac.compare_digest(link.recv(len(secret)), secret):
-                    link.sendmsg([b"\0"], rights)
-                    count -= 1
+            with link, contextlib.suppress(BlockingIOError, ConnectionError):
+                link.setblocking(False)
+                rank = asked.pop(link.recv(TAG_BYTES + 1), None)
+                if rank is not None:
+                    link.sendmsg([tag_of(key, "give", rank)], rights)
     except OSError:
         return False
     return True
