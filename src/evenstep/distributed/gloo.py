@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from evenstep.collectives import Transfer
+from evenstep.collectives import Transfer, Transport
 from evenstep.errors import PeerError
 from evenstep.private_torch.processes import GlooOptions
 
@@ -66,6 +67,41 @@ class GlooTransport:
     def close(self) -> None:
         """Close the connections."""
         self._group = None
+
+
+class LateTransport:
+    """A transport that is made when it is first used: it has a connection to every process.
+
+    Args:
+        rank, size: this process's number, and the number of processes.
+        make: connects; every process must come to use the transport.
+    """
+
+    def __init__(self, rank: int, size: int, make: Callable[[], Transport]) -> None:
+        self.rank = rank
+        self.size = size
+        self._make = make
+        self._made: Transport | None = None
+        self._lock = threading.Lock()
+
+    def connect(self) -> Transport:
+        """Connect, unless that was done."""
+        with self._lock:
+            self._made = self._made or self._make()
+            return self._made
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Transfer:
+        """Start sending `tensor`."""
+        return self.connect().send(tensor, to, tag)
+
+    def receive(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Transfer:
+        """Start receiving into `tensor`."""
+        return self.connect().receive(tensor, source, tag)
+
+    def close(self) -> None:
+        """Close the connections, if there are any."""
+        if self._made is not None:
+            self._made.close()
 
 
 class _Transfer:

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import functools
 import os
-import socket
 import sys
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from evenstep.distributed.gloo import GlooTransport
-from evenstep.distributed.process_group import Peers
+from evenstep.distributed.gloo import GlooTransport, LateTransport
+from evenstep.distributed.machines.meeting import StoreRounds, machines_of
+from evenstep.distributed.process_group import Peers, Rounds
 from evenstep.distributed.secret import (
     SECRET_FILE,
     SealedStore,
-    awaited,
     meeting_key,
     prove,
     read_secret,
 )
-from evenstep.distributed.shared.memory import connected, listening
 from evenstep.distributed.shared.rounds import shared_rounds
 from evenstep.distributed.status_board import StatusBoard
 from evenstep.errors import PeerError
@@ -31,8 +28,6 @@ from evenstep.private_torch.processes import default_store
 
 if TYPE_CHECKING:
     from evenstep.private_torch.processes import Store
-
-_REACHED = "reached"
 
 
 def was_launched() -> bool:
@@ -91,14 +86,28 @@ def join(timeout_s: float, interface: str | None = None) -> Peers:
     own = dist.distributed_c10d.PrefixStore(f"evenstep/{number}", store)
     key = meeting_key(store, own, secret, rank, size, timeout_s)
     sealed = SealedStore(own, key)
-    hosts, on_one_machine = _hosts(sealed, rank, size, timeout_s)
-    interface = interface or ("lo" if on_one_machine else None)
-    transport = GlooTransport(own, rank, size, interface, timeout_s)
-    prove(transport, key)
-    peers = Peers(transport, hosts, StatusBoard(sealed, rank), on_one_machine=on_one_machine)
-    if on_one_machine and size > 1:
-        peers.rounds = shared_rounds(peers, timeout_s) or peers.rounds
+    meeting = StoreRounds(sealed, "meeting", rank, size, timeout_s)
+    hosts, machines = machines_of(meeting, rank)
+    interface = interface or ("lo" if len(machines) == 1 else None)
+
+    def connect() -> GlooTransport:
+        transport = GlooTransport(own, rank, size, interface, timeout_s)
+        prove(transport, key)
+        return transport
+
+    transport = LateTransport(rank, size, connect)
+    board = StatusBoard(sealed, rank)
+    peers = Peers(transport, hosts, board, on_one_machine=len(machines) == 1)
+    if size > 1:
+        peers.rounds = _rounds(peers, meeting, timeout_s)
     return peers
+
+
+def _rounds(peers: Peers, meeting: Rounds, timeout_s: float) -> Rounds:
+    """Return the fastest rounds that are available; each process must call this function."""
+    through_transport, peers.rounds = peers.rounds, meeting
+    shared = shared_rounds(peers, timeout_s) if peers.on_one_machine else None
+    return shared or through_transport
 
 
 def _meeting_point(timeout_s: float) -> tuple[Store, int, int]:
@@ -113,32 +122,6 @@ def _meeting_point(timeout_s: float) -> tuple[Store, int, int]:
             f"that each can reach the launcher's store ({error})"
         ) from error
     return store, rank, size
-
-
-def _hosts(store: SealedStore, rank: int, size: int, timeout_s: float) -> tuple[list[str], bool]:
-    """Return the host of each process, and whether all reach each other by loopback.
-
-    That is proved by a connection: the first process listens on a random name, which only processes
-    in its network namespace can connect to.
-    """
-    host = socket.gethostname()
-    with contextlib.ExitStack() as opened:
-        if rank == 0:
-            proof, _ = opened.enter_context(listening())
-        else:
-            name, _ = _published(0, store, timeout_s)
-            link = opened.enter_context(connected(name))
-            proof = _REACHED if link is not None else ""
-        store.set(f"machine/{rank}", f"{proof}\n{host}")
-        published = [_published(peer, store, timeout_s) for peer in range(size)]
-    return [host for _, host in published], all(proof for proof, _ in published)
-
-
-def _published(peer: int, store: SealedStore, timeout_s: float) -> tuple[str, str]:
-    """Return what a process has published about its place, and its host."""
-    limit = datetime.timedelta(seconds=timeout_s)
-    proof, host = awaited(store, f"machine/{peer}", peer, limit).decode().split("\n")
-    return proof, host
 
 
 @functools.cache

@@ -84,10 +84,10 @@ def meeting_key(
     own.set(f"hello/{rank}", hello)
     # Who comes to a job that already runs has nobody to wait for, and is told at once.
     _refuse_stranger(job.compare_set("evenstep/hello", "", hello), secret)
-    hellos, limit = [], datetime.timedelta(seconds=timeout_s)
-    for peer in range(size):
-        hellos.append(awaited(own, f"hello/{peer}", peer, limit))
-        _refuse_stranger(hellos[-1], secret)
+    names = [f"hello/{peer}" for peer in range(size)]
+    hellos = awaited(own, names, datetime.timedelta(seconds=timeout_s))
+    for one in hellos:
+        _refuse_stranger(one, secret)
     return tag_of(secret, "key", size, *hellos)
 
 
@@ -136,7 +136,15 @@ class SealedStore:
             ValueError: no process of this meeting wrote it there, or it is older than one read
                 before.
         """
-        tag, count, value = [*self._store.get(name).split(b" ", 2), b"", b""][:3]
+        return self._checked(name, self._store.get(name))
+
+    def multi_get(self, names: Sequence[str]) -> list[bytes]:
+        """Return several values, as `get` does, at the price of one."""
+        found = self._store.multi_get([*names])
+        return [self._checked(*pair) for pair in zip(names, found, strict=True)]
+
+    def _checked(self, name: str, found: bytes) -> bytes:
+        tag, count, value = [*found.split(b" ", 2), b"", b""][:3]
         own = tag_of(self._key, "store", name, count, value).hex().encode()
         if not hmac.compare_digest(tag, own):
             raise ValueError(f"no process of this job wrote what the store holds as {name}")
@@ -154,23 +162,27 @@ class SealedStore:
         self._store.wait([*names], limit)
 
 
-def awaited(store: Store | SealedStore, name: str, peer: int, limit: datetime.timedelta) -> bytes:
-    """Return a value that another process writes in its own time.
+def awaited(
+    store: Store | SealedStore, names: Sequence[str], limit: datetime.timedelta
+) -> list[bytes]:
+    """Return the values that all processes write in their own time; `names` are by rank.
 
     Raises:
-        PeerError: it does not within the limit, or somebody else has written it.
+        PeerError: one does not within the limit, or somebody else has written it.
     """
     try:
-        store.wait([name], limit)
+        store.wait([*names], limit)
     except RuntimeError as error:
+        peer = next((rank for rank, name in enumerate(names) if not store.check([name])), 0)
         raise PeerError(
             f"rank {peer} did not respond within {limit.total_seconds():g} s: every process must "
             f"open the trainer",
             peer,
         ) from error
     try:
-        return store.get(name)
+        return store.multi_get([*names])
     except ValueError as error:
+        peer = next(rank for rank, name in enumerate(names) if f" {name} " in f"{error} ")
         raise PeerError(f"rank {peer} is refused: {error}", peer) from error
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from evenstep.batch import ProcessAssignment
-from evenstep.collectives import Forest, TreeSum, tree_plan
+from evenstep.collectives import Forest, TreeSum, forest, tree_plan
 from evenstep.distributed import Exchange, Peers
 from evenstep.distributed.flat_buffers import FlatSpace
 from evenstep.distributed.gradient_reduce import GradientReduction, NetworkReducer
@@ -123,6 +123,11 @@ class ProcessReducer(LocalReducer):
         return self.peers.rank
 
     # ---- the reducer
+
+    def prepare(self, shards: int) -> None:
+        """Share memory for the sums of the first step; every process must call this method."""
+        runs = self.assignment.runs(shards, 0)
+        self._dense.reserve(forest(shards, shards, runs), 0)
 
     def begin(self, attempt: Attempt, add: Add, *, may_stream: bool) -> GradientStream | None:
         """Give an attempt its tree; return what takes gradients during backward passes, if any."""

@@ -77,6 +77,7 @@ def joined(
             peers, replicas, counts, own_speed, in_flight, refuse_failed, on_cpus=all(on_cpus)
         )
         with contextlib.closing(reducer):
+            reducer.prepare(experiment.shards)
             yield LinkedGroup(reducer, experiment.shards, experiment.batch_dim, different)
 
 

@@ -1,0 +1,90 @@
+"""Trains a small model in one of many processes, and writes what the process holds.
+
+    launched(16, "crowd.py", OUT, V, STEPS)
+
+OUT is a folder for each rank's figures: seconds, and counts of what the system keeps for it.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import evenstep
+from evenstep.distributed.gloo import GlooTransport
+
+SENT = {"messages": 0, "bytes": 0}
+
+
+def counted(send):
+    """Return `send` of a transport, counted."""
+
+    def sending(transport, tensor, *more):
+        SENT["messages"] += 1
+        SENT["bytes"] += tensor.nbytes
+        return send(transport, tensor, *more)
+
+    return sending
+
+
+def held():
+    """Return what this process holds: sockets to others, files in shared memory, and the rest."""
+    found = {"sockets": 0, "memory_files": 0, "files": 0}
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            place = os.readlink(f"/proc/self/fd/{number}")
+        except FileNotFoundError:
+            continue  # the list itself
+        found["files"] += 1
+        found["memory_files"] += place.startswith("/memfd:")
+        found["sockets"] += place.startswith("socket:")
+    sizes = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+    kib = {line.split(":")[0]: int(line.split()[1]) for line in sizes}
+    mappings = Path("/proc/self/maps").read_text().splitlines()
+    found["memory_maps"] = sum("/memfd:evenstep" in line for line in mappings)
+    found["threads"] = len(os.listdir("/proc/self/task"))
+    found["own_MiB"] = (kib["Private_Dirty"] + kib["Private_Clean"]) >> 10
+    found["share_MiB"] = kib["Pss"] >> 10
+    return found
+
+
+def main(out, shards, steps):
+    began_s = time.perf_counter()
+    GlooTransport.send = counted(GlooTransport.send)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss, parts = nn.CrossEntropyLoss(), {"shards": shards, "devices": ["cpu:0"]}
+    X = torch.randn(4 * shards, 64, generator=torch.Generator().manual_seed(1))
+    y = torch.arange(len(X)) % 10
+    with evenstep.Trainer(model, optimizer, loss, **parts) as trainer:
+        opened_s = time.perf_counter()
+        trainer.step(X, y)
+        trainer.waitall()
+        first_s = time.perf_counter()
+        opening = dict(SENT)
+        for _ in range(steps):
+            trainer.step(X, y)
+        trainer.waitall()
+        ended_s = time.perf_counter()
+        figures = {
+            "open_s": opened_s - began_s,
+            "first_step_s": first_s - opened_s,
+            "step_ms": 1e3 * (ended_s - first_s) / steps,
+            "opening": opening,
+            "a_step": {kind: (SENT[kind] - opening[kind]) / steps for kind in SENT},
+            **held(),
+            "fingerprint": trainer.fingerprint(),
+        }
+    rank = os.environ.get("RANK", "0")
+    Path(out, f"{rank}.json").write_text(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *map(int, sys.argv[2:]))
