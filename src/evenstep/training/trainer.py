@@ -50,6 +50,7 @@ from evenstep.replicas import (
     check_trainable,
     complete,
     move_home,
+    is_left,
     note_left,
     own_gradients,
     with_safe_format,
@@ -1015,6 +1016,9 @@ class Trainer(Habits):
             return
         self._pipeline.wait()
         self._pipeline.follow_user()
+        for parameter in self._replicas.home.parameters if step.updates else ():
+            if is_left(parameter.grad):  # the memory is for the gradients of the check
+                parameter.grad = None
         try:
             self._self_check.run(
                 step.number, attempt.cut, attempt.seed, step.objective, executor.check_limit_s
