@@ -65,6 +65,7 @@ def check_contract(
             _check_beside_another(rehearsal, copied, first)
         if copied is not None and separable and not work.is_only_shard:
             refuse_own_gradients(copied, work, objective)
+    del first
     unjudged = "separable=False was given"
     if separable:
         unjudged = check_sums(rehearsal, neighbours, copied, compares_gradients=True)

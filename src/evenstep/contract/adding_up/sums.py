@@ -88,9 +88,7 @@ def _plain_mean(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.
     return (left + right) / _DIVISOR
 
 
-def _compare(
-    replica: Replica, summed: Tensors, plain: Iterable[torch.Tensor | None]
-) -> None:
+def _compare(replica: Replica, summed: Tensors, plain: Iterable[torch.Tensor | None]) -> None:
     for name, ours, theirs in zip(replica.names, summed, plain, strict=True):
         if not are_alike(ours, theirs):
             raise WrongSumError(
