@@ -1,5 +1,6 @@
 """Many tensors in few vectors, and back."""
 
+import pytest
 import torch
 
 from evenstep.distributed.flat_buffers import FlatSpace
@@ -92,3 +93,31 @@ def test_two_sides_are_added_as_torch_adds_them():
             assert_same_bits({"sum": view}, {"sum": sum(expected[1:], start=expected[0])})
         else:
             assert_same_bits({"sum": view}, {"sum": torch.full_like(view, -0.0)})
+
+
+def rows_of_table(*numbers):
+    """Return rows of a table of six: sparse, as `TableRows` gives them."""
+    values = torch.randn(len(numbers), 4)
+    return torch.sparse_coo_tensor([numbers], values, (6, 4), check_invariants=True).coalesce()
+
+
+TABLE = {
+    "rows": lambda: rows_of_table(1, 3),
+    "other rows": lambda: rows_of_table(0, 3, 5),
+    "dense": lambda: torch.randn(6, 4),
+    "nothing": lambda: None,
+}
+
+
+@pytest.mark.parametrize("left", TABLE)
+@pytest.mark.parametrize("right", TABLE)
+def test_rows_of_two_sides_are_added_as_dense_gradients_are(left, right):
+    space = FlatSpace([torch.empty(6, 4), torch.empty(6, 4)], [0, 1])
+    vectors = space.new()
+    pairs = [(TABLE[left](), TABLE[right]()) for _ in range(2)]
+    dense = [[None if one is None else one.to_dense() for one in two] for two in pairs]
+    fill(space, vectors, *zip(*pairs, strict=True))
+    for i, view in space.views(vectors):
+        given = [one for one in dense[i] if one is not None]
+        expected = sum(given[1:], start=given[0]) if given else torch.full((6, 4), -0.0)
+        assert_same_bits({"sum": view}, {"sum": expected})

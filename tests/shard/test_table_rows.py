@@ -362,18 +362,50 @@ def test_a_hook_on_a_layer_sees_what_it_always_saw():
     assert seen[-8:] == seen[:8]
 
 
-def test_a_hook_in_a_shard_gets_a_dense_gradient(taken):
+WATCHED = {
+    "the parameter": lambda weight, rows, see: weight.register_hook(see),
+    "the sum": lambda weight, rows, see: weight.register_post_accumulate_grad_hook(
+        lambda one: see(one.grad)
+    ),
+    "the lookup": lambda weight, rows, see: rows.grad_fn.register_hook(
+        lambda given, _: see(given[0])
+    ),
+    "the leaf": lambda weight, rows, see: rows.grad_fn.next_functions[0][0].register_prehook(
+        lambda given: see(given[0])
+    ),
+    "the leaf, afterwards": lambda weight, rows, see: rows.grad_fn.next_functions[0][
+        0
+    ].register_hook(lambda _, got: see(got[0])),
+}
+
+
+@pytest.mark.parametrize("watched", WATCHED)
+def test_hooks_in_a_shard_see_the_gradients_of_plain_torch(watched):
     seen = []
 
     class Watches(Words):
         def forward(self, ids):
-            self.table.weight.register_hook(lambda one: seen.append(one.layout))
-            return super().forward(ids)
+            weight = self.table.weight
+            rows = self.table(ids)
+            if handles:
+                handles.pop().remove()  # that of the shard before
+            see = lambda one: seen.append(bits_of(one.clone()))  # noqa: E731
+            handles.append(WATCHED[watched](weight, rows, see))
+            return self.head(rows.mean(1))
 
+    handles = []
+    (ids, y), *_ = batches((16,))
     model = Watches()
-    with open_trainer(model, devices=2, check="off") as trainer:
-        trainer.step(*batches((16,))[0])
-    assert {*seen} == {torch.strided}
+    for part, labels in zip(ids.tensor_split(8), y.tensor_split(8), strict=True):
+        model.zero_grad()
+        (F.cross_entropy(model(part), labels, reduction="sum") / len(y)).backward()
+    plain = [*seen]
+    seen.clear()
+    handles.clear()
+    with open_trainer(Watches(), shards=8, devices=1, check="off") as trainer:
+        trainer.step(ids, y)
+    assert len(seen) == len(plain) == 8
+    assert seen[::2] == plain[::2]  # right shards may be added to the sum to their left
 
 
 # ---- what users see

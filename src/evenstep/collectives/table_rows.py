@@ -19,7 +19,14 @@ from typing import Any, TypeAlias
 import torch
 
 from evenstep.private_torch import dispatch
-from evenstep.private_torch.graph import LEAF, backward_pass, is_sparse_lookup, node_here, nodes_of
+from evenstep.private_torch.graph import (
+    LEAF,
+    backward_pass,
+    has_hooks,
+    is_sparse_lookup,
+    node_here,
+    nodes_of,
+)
 from evenstep.private_torch.modules import gradient_hooks
 from evenstep.private_torch.tensors import rows_of
 
@@ -41,8 +48,8 @@ _ROUTING = threading.Lock()
 class TableRows:
     """Inside `with`, a backward pass gives the gradients of tables as rows.
 
-    It is left to torch where something else might see the gradient: hooks of the parameter, or a
-    backward pass inside the backward pass.
+    It is left to torch where something else might see the gradient: hooks of the parameter, of its
+    node of the graph or of the lookup's, or a backward pass inside the backward pass.
 
     Args:
         root: what the backward pass begins with.
@@ -84,9 +91,12 @@ class TableRows:
         node = node_here()
         if node is None or node.name() not in _LOOKUPS or indices.numel() * ROWS_PER_INDEX > rows:
             return None
-        parameter: Any = getattr(node.next_functions[0][0], "variable", None)
+        leaf = node.next_functions[0][0]
+        parameter: Any = getattr(leaf, "variable", None)
         number = self._tables.get(id(parameter))
-        return None if number is None or gradient_hooks(parameter) else number
+        if number is None or gradient_hooks(parameter) or has_hooks(node) or has_hooks(leaf):
+            return None
+        return number
 
     def put(self, number: int, gradient: torch.Tensor) -> None:
         """Take rows of a table, behind those of other lookups in the same backward pass."""

@@ -57,14 +57,15 @@ def check_contract(
     replica, work, objective = rehearsal.replica, rehearsal.works[0], rehearsal.objective
     with kept(replica):
         copied = rehearsal.copy()
-        first, second = compute_twice(
+        first, leaves = compute_twice(
             copied or replica, work, objective, home=None if copied is None else home
         )
-        refuse_strange_leaves(first.leaves, second.leaves, objective)
+        refuse_strange_leaves(first.leaves, leaves, objective)
         if copied is not None and len(rehearsal.works) > 1:
             _check_beside_another(rehearsal, copied, first)
         if copied is not None and separable and not work.is_only_shard:
             refuse_own_gradients(copied, work, objective)
+    del first
     unjudged = "separable=False was given"
     if separable:
         unjudged = check_sums(rehearsal, neighbours, copied, compares_gradients=True)
@@ -83,6 +84,7 @@ def _check_beside_another(rehearsal: Rehearsal, copied: Replica, first: ShardRes
         refuse_deciding_counts(
             later, first, again, functools.partial(_computed, later, work, objective)
         )
+        del again  # at most three sets of gradients are there at any time
         try:
             refuse_wrong_sum(copied, first, other_first, other, objective)
         except WrongSumError:  # or the second shard gives something else after the first one

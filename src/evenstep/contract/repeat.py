@@ -55,11 +55,14 @@ class ShardResult:
 
 def compute_twice(
     replica: Replica, work: ShardWork, objective: ShardObjective, *, home: Replica | None
-) -> tuple[ShardResult, ShardResult]:
+) -> tuple[ShardResult, Sequence[torch.Tensor]]:
     """Compute a shard twice and compare the bits.
 
     On a copy of the model, parameters and buffers lie at other addresses the second time. `home`
     has the model that it was copied from; None for the model itself.
+
+    Returns:
+        The first result, and the leaves of the second.
 
     Raises:
         ContractError: the results differ, a parameter was written, a setting of the process was
@@ -85,7 +88,7 @@ def compute_twice(
             _refuse_rounding_by_address(replica, compute, first, second)
         _refuse_hidden_generators(compute)
         raise repeat_error(differing, changed_attributes(attributes, first.attributes))
-    return first, second
+    return first, second.leaves
 
 
 def _refuse_rounding_by_address(

@@ -93,6 +93,20 @@ def is_sparse_lookup(node: Any) -> bool:
     return bool(hasattr(node, "_saved_sparse") and _of_layer(node))
 
 
+def has_hooks(node: Any) -> bool:
+    """Return whether somebody watches what a node gets or gives (`node.register_hook`)."""
+    found = False
+    for register in (node.register_hook, node.register_prehook):
+        ours = register(_nothing)
+        found |= len(ours.hooks_dict_ref()) > 1
+        ours.remove()
+    return found
+
+
+def _nothing(*_: object) -> None:
+    """Change no gradient."""
+
+
 def nodes_of(root: torch.Tensor) -> Iterator[Any]:
     """Yield each node of the graph of a tensor."""
     nodes, seen = [root.grad_fn], set[object]()

@@ -24,6 +24,7 @@ from evenstep.private_torch.graph import (
     number_of,
     run_backward,
 )
+from evenstep.private_torch.modules import sum_hooks
 from evenstep.private_torch.tensors import version_of
 from evenstep.replicas import JUDGE, Replica
 from evenstep.replicas.replica import reshaped_error, same_bits
@@ -209,8 +210,13 @@ def _run_eagerly(
     if (looks or replica.tables) and not (has_none or work.is_only_shard):
         if looks:
             replica.tables = tables_in(total, replica.parameters)
-        if replica.tables:
-            taking = TableRows(total, replica.tables)
+        tables = {
+            key: number
+            for key, number in replica.tables.items()
+            if not sum_hooks(replica.parameters[number])
+        }
+        if tables:
+            taking = TableRows(total, tables)
             rows = taking.found
     if stream is not None:
         accumulates = left is not None

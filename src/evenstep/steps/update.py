@@ -194,6 +194,9 @@ class Update:
     def show_left(self) -> None:
         """Show the user the gradients of the last step; no step is in flight."""
 
+    def drop_left(self) -> None:
+        """Free the gradients of the last step, where a later one in flight needs the memory."""
+
     def note_outside(self) -> None:
         """Note what the user's code reads outside of the model, for steps in flight."""
 

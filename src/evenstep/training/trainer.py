@@ -49,6 +49,7 @@ from evenstep.replicas import (
     Members,
     check_trainable,
     complete,
+    is_left,
     move_home,
     note_left,
     own_gradients,
@@ -1015,6 +1016,9 @@ class Trainer(Habits):
             return
         self._pipeline.wait()
         self._pipeline.follow_user()
+        for parameter in self._replicas.home.parameters if step.updates else ():
+            if is_left(parameter.grad):  # the memory is for the gradients of the check
+                parameter.grad = None
         try:
             self._self_check.run(
                 step.number, attempt.cut, attempt.seed, step.objective, executor.check_limit_s

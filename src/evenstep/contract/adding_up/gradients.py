@@ -108,9 +108,12 @@ def gradients_of(replica: Replica, total: torch.Tensor, divisor: int) -> Gradien
     try:
         root = total / divisor
         with TableRows(root, tables_in(root, parameters)) as rows:
-            found = torch.autograd.grad(root, parameters, allow_unused=True)
-        own = [None if one is None else one.clone() for one in found]  # functions may reuse theirs
-        return [add_rows(one, rows.found.get(number)) for number, one in enumerate(own)]
+            found: list[torch.Tensor | None]
+            found = [*torch.autograd.grad(root, parameters, allow_unused=True)]
+        for number, one in enumerate(found):  # functions may reuse theirs
+            own = None if one is None else one.clone()
+            found[number] = add_rows(own, rows.found.get(number))
+        return found
     except EvenstepError:
         raise
     except Exception as error:

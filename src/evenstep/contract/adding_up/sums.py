@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -39,21 +39,23 @@ def refuse_wrong_sum(
     the shards to its left. Plainly, each gradient is cloned before.
 
     `first` was computed on `replica`, a copy of the model; `work` is the right shard. The gradients
-    of both results are used up.
+    of both results are used up. Beside them there is one more set of gradients, and no other.
 
     Raises:
         WrongSumError: a parameter's gradient differs.
     """
-    left, right = _cloned(first.value.gradients), _cloned(second.value.gradients)
-    plain = [_plain_mean(*pair) for pair in zip(left, right, strict=True)]
-    left_sum = dataclasses.replace(first.value, gradients=left)
-    sums = [add(first.value, second.value).gradients]
-    accumulated = _accumulated(replica, left_sum, work, objective)
-    if accumulated is not None:
-        sums.append(accumulated)
-    for summed in sums:
-        divide_gradients(summed, _DIVISOR)
-        _compare(replica, summed, plain)
+    left, right = first.value.gradients, second.value.gradients
+    onto = dataclasses.replace(first.value, gradients=_cloned(left))
+    expected = _accumulated(replica, onto, work, objective)
+    onto.gradients = []
+    if expected is None:
+        expected = [*map(_plain_mean, left, right)]
+    else:
+        divide_gradients(expected, _DIVISOR)
+        _compare(replica, expected, map(_plain_mean, left, right))
+    summed = add(first.value, second.value).gradients
+    divide_gradients(summed, _DIVISOR)
+    _compare(replica, summed, expected)
 
 
 def _accumulated(
@@ -86,7 +88,7 @@ def _plain_mean(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.
     return (left + right) / _DIVISOR
 
 
-def _compare(replica: Replica, summed: Tensors, plain: Tensors) -> None:
+def _compare(replica: Replica, summed: Tensors, plain: Iterable[torch.Tensor | None]) -> None:
     for name, ours, theirs in zip(replica.names, summed, plain, strict=True):
         if not are_alike(ours, theirs):
             raise WrongSumError(

@@ -143,6 +143,7 @@ class OverlappedPipeline(Pipeline):
         step.attempt.ending.has_opening = True
         if self._overlap:
             self._replicas.refuse_written()
+            self._update.drop_left()
 
     def _end_in_task(self, step: Step, *shards: object) -> None:
         self._end(step)

@@ -141,6 +141,10 @@ class ProxyUpdate(Update):
         """
         self._left = gradients
 
+    def drop_left(self) -> None:
+        """Free the gradients of the last step, where a later one in flight needs the memory."""
+        self._left = ()
+
     def show_left(self) -> None:
         """Show the user the gradients of the last step; no step is in flight.
 
