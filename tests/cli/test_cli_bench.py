@@ -9,7 +9,7 @@ import pytest
 
 from commands import complaint, run
 from evenstep.bench import fresh
-from evenstep.cli.bench import busy_note
+from evenstep.cli.bench import busy_note, fastest_of
 from evenstep.cli.machine.load import busy_cores, core_ticks, cores_used_by_others
 
 FAST = ("--model", "mlp", "--batch-size", 32, "--rounds", 1, "--steps", 2)
@@ -51,13 +51,51 @@ def test_peers_stand_in_the_order_of_their_speed(monkeypatch):
 
     monkeypatch.setattr(fresh, "run_module", run_module)
     result = run("bench", "peers", *FAST, "--workers", 2)
-    _, first, *equal, third, _, _, _, _, _, last = rows(result.stdout)
+    _, first, *equal, third, _, _, _, _, _, last, told = rows(result.stdout)
     assert first[0] == "evenstep, 2 devices, V = 8, hybridized"
     devices = "evenstep, 2 devices, V = 8"
     assert {one[0] for one in equal} == {devices, f"{devices}, channels-last"}
     assert {tuple(one[1:]) for one in equal} == {("80.0", "80.0 to 80.0", "1.00")}
     assert third == ["evenstep, 2 processes, V = 8", "60.0", "60.0 to 60.0", "0.75"]
     assert last[1:] == ["40.0", "40.0 to 40.0", "0.50"]
+    assert told[0].startswith("evenstep is the fastest here: DDP, 2 processes, contiguous has 0.56")
+
+
+def measured(**speeds):
+    """Return the results of contenders, by their library: their speeds in the rounds."""
+    return {
+        "contenders": [{"key": one, "library": one, "label": one.upper()} for one in speeds],
+        "runs": [
+            {"contender": one, "round": number, "examples_per_s": speed}
+            for one, rounds in speeds.items()
+            for number, speed in enumerate(rounds)
+        ],
+    }
+
+
+def test_a_peer_that_is_faster_in_every_round_is_named():
+    told = fastest_of(measured(plain=[1, 1, 1], ddp=[15, 30, 24], evenstep=[10, 20, 20]))
+    assert told.startswith(
+        "DDP trains this model faster, 1.50 times (1.20 to 1.50) as fast as EVEN"
+    )
+
+
+def test_a_peer_that_is_faster_in_some_rounds_is_about_as_fast():
+    told = fastest_of(measured(ddp=[11, 9, 11], evenstep=[10, 10, 10]))
+    assert told == "DDP is about as fast: 1.10 times (0.90 to 1.10) the speed of EVENSTEP"
+
+
+@pytest.mark.parametrize("ours", ["evenstep", "processes", "even_trainer"])
+def test_every_way_to_train_with_evenstep_counts_as_its_own(ours):
+    speeds = {"evenstep": [1, 1], "processes": [1, 1], "even_trainer": [1, 1], ours: [20, 20]}
+    told = fastest_of(measured(fabric=[10, 10], ddp=[5, 5], **speeds))
+    assert told.startswith("evenstep is the fastest here: FABRIC has 0.50 times (0.50 to 0.50)")
+    assert told.endswith(f" the speed of {ours.upper()}")
+
+
+def test_what_was_left_out_is_not_compared():
+    told = fastest_of(measured(accelerate=[], plain=[5], evenstep=[10], processes=[]))
+    assert told.startswith("evenstep is the fastest here: PLAIN has 0.50")
 
 
 def test_numbers_of_shards_are_compared_with_one(monkeypatch):

@@ -45,6 +45,7 @@ _SCALING_HEADS = (
     *("devices", "batch", "examples/s", "least to most", "speed-up", "efficiency"),
     *("busy", "wait data", "wait others", "sum", "update"),
 )
+_OURS = {"evenstep", "processes", "even_trainer"}  # the contenders that train with evenstep
 _PEERS_HEADS = ("", "examples/s", "least to most", "of evenstep's")
 
 
@@ -81,6 +82,7 @@ def peers(plan: Plan, workers: int) -> None:
         plan, "peers", lambda job: lineup.side_by_side(job, workers), workers, pictures.draw_peers
     )
     print_table(Console(), numbers_table(_PEERS_HEADS, _peers_rows(document)))
+    print_line(Console(), fastest_of(document))
 
 
 def shards(plan: Plan, wanted: str, workers: int) -> None:
@@ -191,6 +193,31 @@ def _peers_rows(document: Mapping[str, Any]) -> list[list[str]]:
         for one, speed, ratio in _compared(document, ours)
     ]
     return [row for _, row in sorted(rows, reverse=True)]
+
+
+def fastest_of(document: Mapping[str, Any]) -> str:
+    """Return a line that says whether anything else trains this model faster than evenstep.
+
+    Compared are the fastest contender with evenstep and the fastest without, in each round.
+    """
+    found: dict[bool, list[tuple[float, Any]]] = {True: [], False: []}
+    for one in document["contenders"]:
+        if speed := [*speeds(document["runs"], one["key"]).values()]:
+            found[one["library"] in _OURS].append((summarise(speed).median, one))
+    ours, other = (max(found[side], key=lambda pair: pair[0])[1] for side in (True, False))
+    ratio = against(document, ours["key"])[other["key"]]
+    label, times = (
+        other["label"],
+        f"{ratio.median:.2f} times ({ratio.least:.2f} to {ratio.most:.2f})",
+    )
+    if ratio.least > 1:
+        return (
+            f"{label} trains this model faster, {times} as fast as {ours['label']}: use it where "
+            f"speed matters more than the same bits on any number of devices"
+        )
+    if ratio.most > 1:
+        return f"{label} is about as fast: {times} the speed of {ours['label']}"
+    return f"evenstep is the fastest here: {label} has {times} the speed of {ours['label']}"
 
 
 def _shards_rows(document: Mapping[str, Any], shards: int) -> list[list[str]]:
