@@ -19,7 +19,7 @@ _EXPORTS = {
     "evenstep": """
         Device Engine Experiment Exported Faults Hybrid Hybridized Layout Owners Shards
         Slices Stages Trainer all_gather callbacks compare data errors export find_devices
-        hybridize load_exported metrics models nn portable record scale_lr shared
+        hybridize load_exported metrics models nn plan portable record scale_lr shared
         try_all_gpus try_gpu verify
     """,
     "evenstep.arithmetic": "is_portable is_portable_here portable portable_facts within",
@@ -102,6 +102,10 @@ _EXPORTS = {
     "evenstep.nn": "SlicedConv2d SlicedEmbedding SlicedLinear slice_ sliced_layers",
     "evenstep.options": "Experiment Faults Layout Owners Slices Stages",
     "evenstep.private_torch": "",
+    "evenstep.planning": """
+        Arrangement Comparison Link Machine Plan Prediction StepTimes Work compared facts_of
+        parse_network plan predict simulate work_of_trace
+    """,
     "evenstep.profiling": "",
     "evenstep.recording": "LEVELS Recorder record",
     "evenstep.replicas": """

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from evenstep.inference.export import Exported, export, load_exported
     from evenstep.inference.fast_call import Hybrid, hybridize
     from evenstep.options import Experiment, Faults, Layout, Owners, Slices, Stages
+    from evenstep.planning.plan import plan
     from evenstep.recording import record
     from evenstep.shard.compile_policy import Hybridized
     from evenstep.shard.lockstep import all_gather
@@ -48,6 +49,7 @@ __all__ = [
     "metrics",
     "models",
     "nn",
+    "plan",
     "portable",
     "record",
     "scale_lr",
@@ -78,6 +80,7 @@ _DEFINED_IN = {
     "find_devices": "evenstep.devices",
     "hybridize": "evenstep.inference.fast_call",
     "load_exported": "evenstep.inference.export",
+    "plan": "evenstep.planning.plan",
     "portable": "evenstep.arithmetic",
     "record": "evenstep.recording",
     "scale_lr": "evenstep.callbacks.lr_scaling",

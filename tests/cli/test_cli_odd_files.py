@@ -12,10 +12,10 @@ import pytest
 
 from evenstep.cli.options.training import ExperimentOptions
 from evenstep.cli.traces.advice import findings
-from evenstep.cli.traces.reader import read_trace
 from evenstep.cli.traces.timeline import timeline_page
 from evenstep.cli.training.runfile import read_run_file, write_run_file
 from evenstep.errors import CheckpointError, InputError
+from evenstep.profiling.reader import read_trace
 from fuzzing import limited
 from odd_values import left_out, places, put
 from traces import HandTrace

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep.cli.traces.reader import account_of_trace, read_trace
 from evenstep.errors import InputError
 from evenstep.profiling.accounting import Account, DeviceShares, together, whole_percents
+from evenstep.profiling.reader import account_of_trace, read_trace
 from evenstep.profiling.trace import Span
 from traces import HandTrace
 

@@ -7,7 +7,7 @@ import torch
 
 import evenstep
 from evenstep.bench.pictures import draw_stages
-from evenstep.cli.traces.reader import read_trace
+from evenstep.profiling.reader import read_trace
 from trainers import open_trainer
 from zoo import build, make_batches
 

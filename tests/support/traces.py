@@ -1,6 +1,6 @@
 """Traces made by hand, written by the real `Trace`."""
 
-from evenstep.cli.traces.reader import account_of_trace
+from evenstep.profiling.reader import account_of_trace
 from evenstep.profiling.trace import Span, Trace
 
 MS = 1e-3

@@ -9,9 +9,9 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Literal, TypeAlias
 
-from evenstep.cli.traces.reader import TraceAccount
 from evenstep.errors import counted
 from evenstep.profiling.accounting import DeviceShares, together, whole_percents
+from evenstep.profiling.reader import TraceAccount
 
 WORTH_FIXING = 0.05
 """Smaller losses, as shares of the devices' time, get no sentence."""

@@ -14,8 +14,8 @@ from evenstep.bench.results import write_text
 from evenstep.cli.options.training import spell_options
 from evenstep.cli.terminal.output import print_line, print_table, shares_table
 from evenstep.cli.traces.advice import Finding, findings
-from evenstep.cli.traces.reader import TraceAccount, read_trace
 from evenstep.cli.traces.timeline import timeline_page
+from evenstep.profiling.reader import TraceAccount, read_trace
 
 
 def explain(file: str, *, as_json: bool, page: Path | None = None) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from evenstep.cli.traces.reader import Event, TraceAccount
 from evenstep.pages import template
 from evenstep.profiling.accounting import PARTS, whole_percents
+from evenstep.profiling.reader import Event, TraceAccount
 
 STEPS = 6
 """The largest number of steps that are drawn: the last ones."""

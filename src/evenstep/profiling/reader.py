@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from evenstep.cli.traces.text import EVENTS, TraceText
 from evenstep.errors import InputError
 from evenstep.files import open_file
 from evenstep.profiling.accounting import Account, DeviceShares
+from evenstep.profiling.text import EVENTS, TraceText
 
 _FIX = "give a file that `Trainer.trace.save` wrote"
 _ABOUT = "otherData"
@@ -56,6 +56,8 @@ class TraceAccount:
         dropped: number of older spans that the trace dropped to bound its memory.
         image_formats_ms: the milliseconds of a step over one shard, by the order of its images in
             memory ("contiguous", "channels_last"); empty where that was not measured.
+        training: the numbers of what was trained that `evenstep plan` needs; empty where they are
+            not known.
     """
 
     devices: tuple[DeviceShares, ...]
@@ -76,6 +78,7 @@ class TraceAccount:
     copy_s: float
     dropped: int
     image_formats_ms: Mapping[str, float]
+    training: Mapping[str, int]
 
 
 class Event(NamedTuple):
@@ -123,6 +126,7 @@ class _About(NamedTuple):
 
     dropped: int
     image_formats_ms: Mapping[str, float]
+    training: Mapping[str, int]
 
 
 class _Step(NamedTuple):
@@ -207,6 +211,7 @@ def _account_of(rows: Sequence[str], events: Sequence[Event], about: _About) -> 
         copy_s=sum(e.seconds for e in recent if e.category == "copy" and e.row not in devices),
         dropped=dropped,
         image_formats_ms=about.image_formats_ms,
+        training=about.training,
     )
 
 
@@ -263,7 +268,9 @@ def _about(about: Any) -> _About:
         and all(0 < ms < _MOST_US for ms in formats_ms.values())
     ):
         raise ValueError(f"the times of image formats {formats_ms!r:.100}")
-    return _About(dropped, formats_ms)
+    training = {str(name): _number(about["training"], name) for name in about.get("training", {})}
+    known = {name: number for name, number in training.items() if number is not None}
+    return _About(dropped, formats_ms, known)
 
 
 def _row(event: Any) -> str:

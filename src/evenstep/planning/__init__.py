@@ -1,0 +1,25 @@
+"""What more devices would bring, predicted from a step on one: a simulation without torch."""
+
+from evenstep.planning.described import Arrangement, Link, Machine, Work
+from evenstep.planning.plan import Plan, parse_network, plan
+from evenstep.planning.prediction import Prediction, predict
+from evenstep.planning.simulation import StepTimes, simulate
+from evenstep.planning.traced import Comparison, compared, facts_of, work_of_trace
+
+__all__ = [
+    "Arrangement",
+    "Comparison",
+    "Link",
+    "Machine",
+    "Plan",
+    "Prediction",
+    "StepTimes",
+    "Work",
+    "compared",
+    "facts_of",
+    "parse_network",
+    "plan",
+    "predict",
+    "simulate",
+    "work_of_trace",
+]
