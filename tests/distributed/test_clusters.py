@@ -1,27 +1,30 @@
-"""The recipes of docs/clusters.md, run unchanged in two network namespaces."""
+"""The recipes of docs/clusters.md, run unchanged on two machines that namespaces play."""
 
 import functools
 import os
 import re
 import shlex
+import stat
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from commands import trained
-from machines import NAMES, name_hosts, on_host
+from commands import steps_kept, trained
+from machines import NAMES, SYSTEM, name_hosts, on_host
+from slurm import slurm_on
 
 PAGE = Path(__file__).parents[2] / "docs" / "clusters.md"
 TOOLS = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # where torchrun is
+LENET = ("--model", "lenet", "--data", "digits")
 LIMIT_S = 240
 
 
-def recipe(heading):
-    """Return the first block of code below a heading of the page."""
+def recipe(heading, number=0):
+    """Return a block of code below a heading of the page."""
     section = PAGE.read_text().partition(f"## {heading}\n")[2]
-    return re.search(r"```\w+\n(.*?)```", section, re.DOTALL)[1]
+    return re.findall(r"```\w+\n(.*?)```", section, re.DOTALL)[number]
 
 
 def fingerprints(text):
@@ -29,43 +32,56 @@ def fingerprints(text):
 
 
 @functools.cache
-def undisturbed():
-    return {trained("--model", "lenet", "--data", "digits", "--devices", 1).fingerprint}
+def undisturbed(*more):
+    return {trained(*LENET, "--devices", 1, *more).fingerprint}
 
 
-def stub(folder, name, text):
-    file = folder / name
-    file.write_text(f"#!/bin/bash\n{text}\n")
-    file.chmod(0o755)
+@pytest.fixture
+def slurm(machines, tmp_path):
+    with slurm_on(machines, tmp_path) as cluster:
+        yield cluster
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(LIMIT_S + 60)
-def test_slurm(machines, tmp_path):
-    """Stubs play `srun` and `scontrol`: they set variables, and run commands on each host."""
-    hosts = ("n1", "n2")
-    name_hosts(hosts)
-    (tmp_path / "bin").mkdir()
-    stub(tmp_path / "bin", "scontrol", "printf 'n1\\nn2\\n'")
-    starts = [
-        f'SLURM_NODEID={node} {shlex.join(on_host(machine, host))} "${{@:2}}" &'
-        for node, (machine, host) in enumerate(zip(machines, hosts, strict=True))
-    ]
-    stub(tmp_path / "bin", "srun", "\n".join([*starts, "wait -n && wait -n"]))
-    slurm = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
-    slurm |= {"SLURM_SUBMIT_DIR": str(tmp_path), "PATH": f"{tmp_path / 'bin'}:{TOOLS}"}
-    script = tmp_path / "job.sh"
-    script.write_text(recipe("Slurm"))
-    finished = subprocess.run(
-        ["bash", script],
-        env={**os.environ, **slurm},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
+@pytest.mark.timeout(4 * LIMIT_S)
+def test_slurm(slurm, tmp_path):
+    """A job is told that its time is up, then preempted, and each time goes on from there."""
+    longer = ("--steps", 400)
+    script = recipe("Slurm").replace(
+        "--auto-resume", f"--auto-resume {shlex.join(map(str, longer))}"
     )
-    assert finished.returncode == 0, finished.stderr
-    assert fingerprints(finished.stdout) == undisturbed()
+    (tmp_path / "job.sh").write_text(script)
+    job = slurm.submit("job.sh", PATH=f"{TOOLS}:{SYSTEM}")
+    output = tmp_path / f"slurm-{job}.out"
+
+    slurm.wait_until(lambda: "epoch " in output.read_text() if output.exists() else False)
+    slurm.run("scancel", "--signal=USR1", "--batch", job)  # as --signal=B:USR1@120 does
+    slurm.starts_again(job)
+    saved = steps_kept(tmp_path / "runs" / job)
+    assert saved
+    began = len(output.read_text())
+    slurm.wait_until(lambda: "epoch " in output.read_text()[began:])
+    urgent = slurm.submit("--partition=urgent", "--exclusive", "--nodes=2", "--wrap", "srun true")
+    slurm.starts_again(job)
+    assert steps_kept(tmp_path / "runs" / job)[-1] > saved[-1]
+    assert slurm.ended(urgent) == "COMPLETED"
+    assert slurm.ended(job) == "COMPLETED", output.read_text()
+    stops = re.findall(r"stopped after step (\d+) of 400", output.read_text())
+    assert len({*stops}) == 2
+    assert fingerprints(output.read_text()) == undisturbed(*longer)
+    secret = tmp_path / "runs" / f"{job}.secret"
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(4 * LIMIT_S)
+def test_an_array_of_slurm(slurm, tmp_path):
+    (tmp_path / "array.sh").write_text(recipe("Slurm", 1))
+    job = slurm.submit("--array=0-1", "array.sh", PATH=f"{TOOLS}:{SYSTEM}")
+    for seed in range(2):
+        assert slurm.ended(f"{job}_{seed}") == "COMPLETED"
+        found = fingerprints((tmp_path / f"slurm-{job}_{seed}.out").read_text())
+        assert found == {trained(*LENET, "--seed", seed).fingerprint}
 
 
 @pytest.mark.slow
