@@ -1,9 +1,11 @@
 """The recipes of docs/clusters.md, run unchanged on two machines that namespaces play."""
 
+import contextlib
 import functools
 import os
 import re
 import shlex
+import shutil
 import stat
 import subprocess
 import sys
@@ -12,9 +14,11 @@ from pathlib import Path
 import pytest
 
 from commands import steps_kept, trained
-from machines import NAMES, SYSTEM, name_hosts, on_host
+from machines import ADDRESSES, NAMES, SYSTEM, name_hosts, on_host
+from patience import wait_until
 from slurm import slurm_on
 
+yaml = pytest.importorskip("yaml")
 PAGE = Path(__file__).parents[2] / "docs" / "clusters.md"
 TOOLS = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # where torchrun is
 LENET = ("--model", "lenet", "--data", "digits")
@@ -88,23 +92,25 @@ def test_an_array_of_slurm(slurm, tmp_path):
 @pytest.mark.timeout(LIMIT_S + 60)
 def test_kubernetes(machines, tmp_path):
     """Namespaces play the pods, with their names and the variables of the training operator."""
-    job = recipe("Kubernetes")
-    name, replicas = re.search(r"name: (\w+)", job)[1], int(re.search(r"replicas: (\d+)", job)[1])
-    assert replicas == len(NAMES)
-    pods = [f"{name}-worker-{number}" for number in range(replicas)]
+    job = yaml.safe_load(recipe("Kubernetes"))
+    name, policy = job["metadata"]["name"], job["spec"]["elasticPolicy"]
+    worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
+    (container,) = worker["template"]["spec"]["containers"]
+    assert worker["replicas"] == policy["maxReplicas"] == len(NAMES)
+    assert container["name"] == "pytorch"  # where the operator puts its variables
+    pods = [f"{name}-worker-{number}" for number in range(worker["replicas"])]
     name_hosts(pods)
-    command = re.search(r"command: \[(.*?)\]", job, re.DOTALL)[1].replace("/runs", str(tmp_path))
-    words = [word.strip().strip('"') for word in command.split(",")]
-    policy = dict(re.findall(r"(rdzv\w+|min\w+|max\w+): (\w+)", job))
+    (tmp_path / "secret").write_text("a secret that nobody knows")
+    at = {"/job/secret": str(tmp_path / "secret")}
+    words = [word.replace("/runs", str(tmp_path)) for word in container["command"]]
     operator = {
         "PET_RDZV_BACKEND": policy["rdzvBackend"],
         "PET_RDZV_ID": policy["rdzvId"],
         "PET_RDZV_ENDPOINT": f"{pods[0]}:23456",
         "PET_NNODES": f"{policy['minReplicas']}:{policy['maxReplicas']}",
-        "PET_MAX_RESTARTS": policy["maxRestarts"],
-        "GLOO_SOCKET_IFNAME": re.search(r"name: GLOO_SOCKET_IFNAME, value: (\w+)", job)[1],
+        "PET_MAX_RESTARTS": str(policy["maxRestarts"]),
         "PATH": TOOLS,
-    }
+    } | {one["name"]: at.get(one["value"], one["value"]) for one in container["env"]}
     running = [
         subprocess.Popen(
             [*on_host(machine, pod), *words],
@@ -118,3 +124,86 @@ def test_kubernetes(machines, tmp_path):
     finished = [process.communicate(timeout=LIMIT_S) for process in running]
     assert [process.returncode for process in running] == [0, 0], finished
     assert fingerprints("".join(out for out, _ in finished)) == undisturbed()
+
+
+def test_what_the_file_for_kubernetes_refers_to_is_in_it():
+    job = yaml.safe_load(recipe("Kubernetes"))
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    pod = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+    (container,) = pod["containers"]
+    mounted = {one["name"]: one["mountPath"] for one in container["volumeMounts"]}
+    assert {*mounted} == {one["name"] for one in pod["volumes"]}
+    (secret,) = [one["secret"] for one in pod["volumes"] if "secret" in one]
+    made = re.search(r"secret generic (\w+) --from-literal=(\w+)=", PAGE.read_text())
+    assert secret == {"secretName": made[1], "defaultMode": 0o400}
+    given = {one["name"]: one["value"] for one in container["env"]}
+    assert given["EVENSTEP_SECRET_FILE"] == f"{mounted['job']}/{made[2]}"
+    assert container["command"][-4].startswith(f"{mounted['runs']}/")
+    promised = re.search(r"it has (\d+) s\nfor that", PAGE.read_text())[1]
+    assert pod["terminationGracePeriodSeconds"] == int(promised)
+
+
+@contextlib.contextmanager
+def ssh_between(machines, folder):
+    """Start an sshd on each machine; yield a folder with an `ssh` that all of them let in."""
+    daemon = shutil.which("sshd", path=SYSTEM)
+    if daemon is None or shutil.which("ssh") is None:
+        pytest.skip("ssh and sshd are not installed here")
+    for name in ("host", "user"):
+        make = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name]
+        subprocess.run(make, check=True)
+    settings = {
+        "HostKey": folder / "host",
+        "AuthorizedKeysFile": folder / "user.pub",
+        "StrictModes": "no",
+        "PermitRootLogin": "yes",
+        "PidFile": "none",
+        "SetEnv": f"PATH={TOOLS} PYTHONPATH={os.environ.get('PYTHONPATH', '')}",
+    }
+    (folder / "sshd_config").write_text("".join(f"{k} {v}\n" for k, v in settings.items()))
+    (folder / "ssh").write_text(
+        f"#!/bin/bash\nexec {shutil.which('ssh')} -i {folder}/user -o StrictHostKeyChecking=no "
+        f'-o UserKnownHostsFile=/dev/null -o LogLevel=ERROR "$@"\n'
+    )
+    (folder / "ssh").chmod(0o755)
+    Path("/run/sshd").mkdir(exist_ok=True)  # where it locks its children in
+    daemons = [
+        subprocess.Popen(["ip", "netns", "exec", one, daemon, "-D", "-f", folder / "sshd_config"])
+        for one in machines
+    ]
+    try:
+        yield folder
+    finally:
+        for one in daemons:
+            one.terminate()
+            one.wait(60)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(4 * LIMIT_S)
+def test_machines_that_ssh_reaches(machines, tmp_path):
+    """The script is ended in the middle, and started again."""
+    (tmp_path / "machines.sh").write_text(recipe("Machines that ssh reaches"))
+    with ssh_between(machines, tmp_path) as tools:
+        start = ["ip", "netns", "exec", machines[0], "bash", tmp_path / "machines.sh"]
+        environment = {**os.environ, "PATH": f"{tools}:{TOOLS}:{SYSTEM}"}
+
+        def started():
+            return subprocess.Popen(
+                [*start, tmp_path / "run", *ADDRESSES],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+
+        first = started()
+        while "epoch " not in first.stdout.readline():
+            assert first.poll() is None, first.communicate()
+        first.terminate()
+        first.communicate(timeout=LIMIT_S)
+        wait_until(lambda: steps_kept(tmp_path / "run"))
+        second = started()
+        output, _ = second.communicate(timeout=2 * LIMIT_S)
+        assert second.returncode == 0, output
+        assert {*re.findall(r"\b[0-9a-f]{64}\b", output)} == undisturbed()
