@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_two_machines import LIMIT_S, expected_results, train_on_both
 
 from machines import ADDRESSES, SYSTEM, ip
 from patience import wait_until
-from test_two_machines import LIMIT_S, expected_results, train_on_both
 
 INSIDE = ("evenstep-a-in", "evenstep-b-in")
 INSIDE_ADDRESSES = ("10.213.79.1", "10.213.79.2")
