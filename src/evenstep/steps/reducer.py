@@ -21,7 +21,7 @@ from evenstep.collectives import Forest, TreeSum, forest, tree_plan
 from evenstep.distributed import Exchange, Peers
 from evenstep.distributed.flat_buffers import FlatSpace
 from evenstep.distributed.gradient_reduce import GradientReduction, NetworkReducer
-from evenstep.distributed.shared.reduce import gradient_reducer
+from evenstep.distributed.machines.reduce import gradient_reducer
 from evenstep.distributed.step_report import (
     AgainError,
     Kind,

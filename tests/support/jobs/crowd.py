@@ -1,8 +1,9 @@
 """Trains a small model in one of many processes, and writes what the process holds.
 
-    launched(16, "crowd.py", OUT, V, STEPS)
+    launched(16, "crowd.py", OUT, V, STEPS, WIDTH)
 
-OUT is a folder for each rank's figures: seconds, and counts of what the system keeps for it.
+OUT is a folder for each rank's figures: seconds, counts of what the system keeps for it, and the
+bytes on this machine's cable `eth0`, if it has one.
 """
 
 import json
@@ -54,11 +55,17 @@ def held():
     return found
 
 
-def main(out, shards, steps):
+def on_the_cable():
+    """Return how many bytes this machine has sent and received; zeros without a cable."""
+    counts = [Path(f"/sys/class/net/eth0/statistics/{way}_bytes") for way in ("tx", "rx")]
+    return [int(one.read_text()) if one.exists() else 0 for one in counts]
+
+
+def main(out, shards, steps, width=64):
     began_s = time.perf_counter()
     GlooTransport.send = counted(GlooTransport.send)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss, parts = nn.CrossEntropyLoss(), {"shards": shards, "devices": ["cpu:0"]}
     X = torch.randn(4 * shards, 64, generator=torch.Generator().manual_seed(1))
@@ -68,7 +75,7 @@ def main(out, shards, steps):
         trainer.step(X, y)
         trainer.waitall()
         first_s = time.perf_counter()
-        opening = dict(SENT)
+        opening, before = dict(SENT), on_the_cable()
         for _ in range(steps):
             trainer.step(X, y)
         trainer.waitall()
@@ -79,6 +86,10 @@ def main(out, shards, steps):
             "step_ms": 1e3 * (ended_s - first_s) / steps,
             "opening": opening,
             "a_step": {kind: (SENT[kind] - opening[kind]) / steps for kind in SENT},
+            "cable": [
+                (now - then) / steps for now, then in zip(on_the_cable(), before, strict=True)
+            ],
+            "gradient_bytes": sum(parameter.nbytes for parameter in model.parameters()),
             **held(),
             "fingerprint": trainer.fingerprint(),
         }
