@@ -128,7 +128,8 @@ class DeferredInitializationError(MXNetError):
 class WrongSumError(EvenstepError):
     """The sum of two shards' gradients is not what plain torch gives; no update was made.
 
-    This is a fault of evenstep or of torch. The first step of each training looks for it.
+    Or several processes got a sum of known numbers that differs from the sum in one place. This is
+    a fault of evenstep or of torch. Opening a trainer and the first step look for it.
     """
 
 

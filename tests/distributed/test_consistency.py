@@ -1,12 +1,17 @@
 """States and facts of processes, compared; processes are played by threads."""
 
+import functools
+import re
+
 import pytest
 import torch
 
-from evenstep.collectives import connect
-from evenstep.distributed import agree, follow_the_first, refuse_divergence
-from evenstep.errors import DivergedError, InputError
-from over_threads import on_each, peers_over
+from evenstep.collectives import canonical, connect
+from evenstep.distributed import agree, follow_the_first, refuse_divergence, refuse_wrong_sums
+from evenstep.distributed.gradient_reduce import NetworkReducer
+from evenstep.distributed.shared.reduce import SharedMemoryReducer
+from evenstep.errors import DivergedError, InputError, WrongSumError
+from over_threads import on_each, on_each_of, peers_over
 from reference import assert_same_bits
 
 
@@ -91,3 +96,62 @@ def test_a_tensor_that_rounding_does_not_explain_is_named_in_all(name):
         f"rank 1 (on host1) differs from rank 0 after step 4, by more than rounding explains: the "
         f"first tensor that differs is {name}. "
     )
+
+
+class Faulty:
+    """A transport with a fault: ranks are swapped, or a message's end is lost."""
+
+    def __init__(self, transport, fault):
+        self._transport, self._fault = transport, fault
+        self.rank, self.size = transport.rank, transport.size
+
+    def send(self, tensor, to, tag=0):
+        if self._fault == "an end is lost" and tensor.is_floating_point() and self.rank == 1:
+            tensor = torch.cat([tensor[:-1], tensor.new_zeros(1)])
+        return self._transport.send(tensor, to, tag)
+
+    def receive(self, tensor, source, tag=0):
+        if self._fault == "ranks are swapped" and tensor.is_floating_point() and self.rank == 0:
+            source = {1: 2, 2: 1}.get(source, source)
+        return self._transport.receive(tensor, source, tag)
+
+
+def tried(fault="", make=None):
+    def run(end):
+        peers = peers_over(Faulty(end, fault))
+        make_reducer = make or (lambda peers, flats: NetworkReducer(peers, flats, 1 << 16))
+        try:
+            refuse_wrong_sums(peers, lambda flats: make_reducer(peers, flats), "step")
+        except WrongSumError as error:
+            return str(error)
+        return ""
+
+    return on_each_of(4, run)
+
+
+@pytest.mark.parametrize(
+    "make", [None, lambda peers, flats: SharedMemoryReducer(peers, flats, 1 << 16)]
+)
+def test_exchanges_that_add_up_as_in_one_place_are_used(make):
+    assert tried(make=make) == [""] * 4
+
+
+@pytest.mark.parametrize("fault", ["ranks are swapped", "an end is lost"])
+def test_an_exchange_that_is_wrong_is_refused_by_every_process(fault):
+    (message,) = {*tried(fault)}
+    assert re.match(r"rank \d \(on host\d\) got a wrong sum of \w+ numbers from the ex", message)
+
+
+@pytest.mark.parametrize("small", [True, False], ids=["whole", "in pieces"])
+def test_an_exchange_that_adds_in_the_order_of_ranks_is_refused(monkeypatch, small):
+    right = canonical.add_in_order
+
+    def by_rank(trees, terms, out):
+        if (len(out) < 1000) is small:
+            out.copy_(functools.reduce(torch.add, terms))
+        else:
+            right(trees, terms, out)
+
+    monkeypatch.setattr(canonical, "add_in_order", by_rank)
+    (message,) = {*tried()}
+    assert f"a wrong sum of {'few' if small else 'many'} numbers" in message

@@ -57,6 +57,35 @@ def _joined_machines():
         tear_down()
 
 
+@contextlib.contextmanager
+def machines_at_a_switch(count, rate):
+    """So many namespaces, each with a cable `eth0` of that rate to a switch; yields their names."""
+    bucket = ["root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
+    with two_machines(), contextlib.ExitStack() as added:
+        switch, names = "evenstep-switch", [f"evenstep-{number}" for number in range(count)]
+        for name in (switch, *names):
+            ip("netns", "del", name, check=False)
+            ip("netns", "add", name)
+            added.callback(ip, "netns", "del", name, check=False)
+        ip("-n", switch, "link", "add", "br0", "type", "bridge")
+        ip("-n", switch, "link", "set", "br0", "up")
+        for number, name in enumerate(names):
+            ends = [("eth0", "netns", name), (f"port{number}", "netns", switch)]
+            ip("link", "add", *ends[0], "type", "veth", "peer", *ends[1])
+            ip("-n", switch, "link", "set", f"port{number}", "master", "br0", "up")
+            ip("-n", name, "addr", "add", f"{at_the_switch(number)}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "eth0", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+            for place, device in ((name, "eth0"), (switch, f"port{number}")):
+                ip("netns", "exec", place, "tc", "qdisc", "add", "dev", device, *bucket)
+        yield names
+
+
+def at_the_switch(number):
+    """Return the address of a machine at a switch."""
+    return f"10.213.79.{1 + number}"
+
+
 def name_hosts(names):
     """Let both machines know each other by names."""
     lines = [f"{address} {name}" for address, name in zip(ADDRESSES, names, strict=True)]

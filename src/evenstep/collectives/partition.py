@@ -29,6 +29,7 @@ class Forest:
     """
 
     def __init__(self, shards: int, filled: int, runs: Sequence[range]) -> None:
+        self.shards, self.filled = shards, filled
         self.runs = tuple(runs)
         self.plans: list[TreePlan] = [tree_plan(shards, filled, run) for run in runs]
         self.spans = [span for plan in self.plans for span in plan.spans]
@@ -39,6 +40,28 @@ class Forest:
     def partials_of(self, rank: int) -> list[int]:
         """Return the numbers of a process's partial sums."""
         return [number for number, owner in enumerate(self.owners) if owner == rank]
+
+    def joined(self, groups: Sequence[range]) -> Forest:
+        """Return the forest in which each group of neighbouring processes is one process."""
+        runs = (range(self.runs[one.start].start, self.runs[one[-1]].stop) for one in groups)
+        return forest(self.shards, self.filled, tuple(runs))
+
+    def adds_within(self, group: range) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return what a group of neighbouring processes can add up before it knows the others.
+
+        Returns:
+            The partial sums that are then left, which are those of the group in `joined`, and the
+            additions, as in `adds`.
+        """
+        own = {number for number, owner in enumerate(self.owners) if owner in group}
+        left_over, adds = set(own), []
+        for left, right in self.adds:
+            if left in own and right in own:
+                adds.append((left, right))
+                left_over.discard(right)
+            else:
+                own -= {left, right}
+        return sorted(left_over), adds
 
     def add_up(self, partials: Sequence[T], add: Callable[[T, T], T]) -> T:
         """Return the root, given all partial sums; `add(left, right)` may reuse its left."""

@@ -6,6 +6,7 @@ from evenstep.distributed.consistency import (
     follow_the_first,
     listed,
     refuse_divergence,
+    refuse_wrong_sums,
 )
 from evenstep.distributed.process_group import Exchange, Peers
 from evenstep.distributed.rendezvous import (
@@ -38,6 +39,7 @@ __all__ = [
     "local_share",
     "read_secret",
     "refuse_divergence",
+    "refuse_wrong_sums",
     "restarts",
     "shared_bytes",
     "show_reported_errors_in_one_line",

@@ -6,17 +6,22 @@ import collections
 import hashlib
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from safetensors.torch import load, save
 
+from evenstep.collectives import Forest, forest
 from evenstep.devices.addresses import bytes_of
 from evenstep.devices.facts import Facts
+from evenstep.distributed.flat_buffers import FlatSpace
+from evenstep.distributed.gradient_reduce import NetworkReducer
 from evenstep.distributed.process_group import Exchange, Peers
-from evenstep.errors import DivergedError, InputError
+from evenstep.errors import DivergedError, InputError, WrongSumError
 
 _NAMED = 4  # differences in one message
+_KNOWN = (("few numbers", [100]), ("many numbers", [70_001, 3]))
+"""Sizes of known vectors: one is sent whole, the other in pieces."""
 
 
 def differences(peers: Peers, facts: Facts, exchange: Exchange) -> dict[str, list[str]]:
@@ -163,3 +168,62 @@ def _is_close(tensor: torch.Tensor, first: torch.Tensor) -> bool:
     distance = torch.linalg.vector_norm(tensor.to(wide) - first.to(wide))
     limit = torch.finfo(tensor.dtype).eps ** 0.5 * torch.linalg.vector_norm(first.to(wide))
     return bool(distance <= limit)
+
+
+def refuse_wrong_sums(
+    peers: Peers, make_reducer: Callable[[FlatSpace], NetworkReducer], call: str
+) -> None:
+    """Sum known vectors by the exchange and in one place, and compare the bits.
+
+    A library of another version, or with a fault, may swap processes or lose a part; nobody would
+    notice before the results are compared. Each process must call this function.
+
+    Raises:
+        WrongSumError: in some process the bits differ; every process raises it.
+    """
+    trees = forest(peers.size, peers.size, tuple(range(one, one + 1) for one in range(peers.size)))
+    for what, sizes in _KNOWN:
+        reducer = make_reducer(FlatSpace([torch.empty(one) for one in sizes], range(len(sizes))))
+        try:
+            reducer.reserve(trees, 0)
+            wrong = _wrong_sum(peers, reducer, trees, sizes, call)
+        finally:
+            reducer.close()
+        exchange = Exchange(call, "the comparison of known sums")
+        for rank, told in enumerate(peers.gather(wrong.encode(), exchange)):
+            if told:
+                raise WrongSumError(
+                    f"rank {rank} (on {peers.hosts[rank]}) got a wrong sum of {what} from the "
+                    f"exchange between {peers.size} processes: {told.decode()}. Training would be "
+                    f"wrong without a sign: use another version of torch, or fewer processes, and "
+                    f"report it with the output of `evenstep doctor`"
+                )
+
+
+def _wrong_sum(
+    peers: Peers, reducer: NetworkReducer, trees: Forest, sizes: Sequence[int], call: str
+) -> str:
+    """Return how the exchange's sum differs from the sum in one place; empty if it doesn't."""
+    reduction = reducer.begin(trees, len(sizes), 0)
+    own = trees.partials_of(peers.rank)
+    reduction.write_rest([[_known(number, size) for size in sizes] for number in own])
+    peers.gather(b"", Exchange(call, "known numbers to add up"))
+    found = dict(reduction.gradients(torch.device("cpu")))
+    for i, size in enumerate(sizes):
+        terms = [_known(number, size) for number in range(len(trees.owners))]
+        right = trees.add_up(terms, torch.add)
+        differs = (found[i].view(torch.int32) != right.view(torch.int32)).nonzero()
+        if len(differs):
+            first = int(differs[0])
+            return (
+                f"{len(differs)} of {size} numbers, the first at place {first}, where it is "
+                f"{found[i][first].item()!r} instead of {right[first].item()!r}"
+            )
+    return ""
+
+
+def _known(number: int, size: int) -> torch.Tensor:
+    """Return a partial sum that every processor computes alike; no two are equal anywhere."""
+    mixed = (torch.arange(size, dtype=torch.float64) * 7919 + number * 104_729) % 1_000_003
+    signed = mixed if number % 2 else -mixed
+    return (signed / 3).to(torch.float32)

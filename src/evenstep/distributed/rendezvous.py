@@ -13,6 +13,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from evenstep.distributed.gloo import GlooTransport, LateTransport
 from evenstep.distributed.machines.meeting import StoreRounds, machines_of
+from evenstep.distributed.machines.rounds import join_machines
 from evenstep.distributed.process_group import Peers, Rounds
 from evenstep.distributed.secret import (
     SECRET_FILE,
@@ -90,24 +91,28 @@ def join(timeout_s: float, interface: str | None = None) -> Peers:
     hosts, machines = machines_of(meeting, rank)
     interface = interface or ("lo" if len(machines) == 1 else None)
 
-    def connect() -> GlooTransport:
-        transport = GlooTransport(own, rank, size, interface, timeout_s)
+    def connected(name: str, number: int, count: int) -> GlooTransport:
+        place = dist.distributed_c10d.PrefixStore(name, own)
+        transport = GlooTransport(place, number, count, interface, timeout_s)
         prove(transport, key)
         return transport
 
-    transport = LateTransport(rank, size, connect)
+    transport = LateTransport(rank, size, lambda: connected("all", rank, size))
     board = StatusBoard(sealed, rank)
     peers = Peers(transport, hosts, board, on_one_machine=len(machines) == 1)
-    if size > 1:
-        peers.rounds = _rounds(peers, meeting, timeout_s)
-    return peers
-
-
-def _rounds(peers: Peers, meeting: Rounds, timeout_s: float) -> Rounds:
-    """Return the fastest rounds that are available; each process must call this function."""
     through_transport, peers.rounds = peers.rounds, meeting
-    shared = shared_rounds(peers, timeout_s) if peers.on_one_machine else None
-    return shared or through_transport
+    faster: Rounds | None = None
+    if 1 < len(machines) < size:
+
+        def rounds_in(ranks: range) -> StoreRounds:
+            place = (ranks.index(rank), len(ranks), timeout_s)
+            return StoreRounds(sealed, f"machine/{ranks.start}", *place)
+
+        faster = join_machines(peers, machines, meeting, rounds_in, connected, timeout_s)
+    elif len(machines) == 1 < size:
+        faster = shared_rounds(peers, timeout_s)
+    peers.rounds = faster or through_transport
+    return peers
 
 
 def _meeting_point(timeout_s: float) -> tuple[Store, int, int]:

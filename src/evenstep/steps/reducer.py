@@ -18,10 +18,10 @@ from torch import nn
 
 from evenstep.batch import ProcessAssignment
 from evenstep.collectives import Forest, TreeSum, forest, tree_plan
-from evenstep.distributed import Exchange, Peers
+from evenstep.distributed import Exchange, Peers, refuse_wrong_sums
 from evenstep.distributed.flat_buffers import FlatSpace
 from evenstep.distributed.gradient_reduce import GradientReduction, NetworkReducer
-from evenstep.distributed.shared.reduce import gradient_reducer
+from evenstep.distributed.machines.reduce import gradient_reducer
 from evenstep.distributed.step_report import (
     AgainError,
     Kind,
@@ -125,7 +125,12 @@ class ProcessReducer(LocalReducer):
     # ---- the reducer
 
     def prepare(self, shards: int) -> None:
-        """Share memory for the sums of the first step; every process must call this method."""
+        """Try the exchange, and share memory for the first step's sums; all must call this method.
+
+        Raises:
+            WrongSumError: the exchange adds up known numbers wrongly.
+        """
+        refuse_wrong_sums(self.peers, self._reducer_of, "the `with` that opens the trainer")
         runs = self.assignment.runs(shards, 0)
         self._dense.reserve(forest(shards, shards, runs), 0)
 
@@ -281,7 +286,11 @@ class ProcessReducer(LocalReducer):
     def _lay_out(self) -> None:
         """Choose where gradients lie and how they are reduced."""
         self._flats = FlatSpace(self._home.parameters, self._dense_numbers())
-        self._dense = gradient_reducer(self.peers, self._flats, on_cpus=self._on_cpus)
+        self._dense = self._reducer_of(self._flats)
+
+    def _reducer_of(self, flats: FlatSpace) -> NetworkReducer:
+        """Return what sums gradients that have these places."""
+        return gradient_reducer(self.peers, flats, on_cpus=self._on_cpus)
 
     def _dense_numbers(self) -> list[int]:
         """Order dense gradients roughly as a backward pass makes them final."""

@@ -1,8 +1,9 @@
 """Trains a small model in one of many processes, and writes what the process holds.
 
-    launched(16, "crowd.py", OUT, V, STEPS)
+    launched(16, "crowd.py", OUT, V, STEPS, WIDTH)
 
-OUT is a folder for each rank's figures: seconds, and counts of what the system keeps for it.
+OUT is a folder for each rank's figures: seconds, counts of what the system keeps for it, and the
+bytes on this machine's cable `eth0`, if it has one.
 """
 
 import json
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -54,11 +56,26 @@ def held():
     return found
 
 
-def main(out, shards, steps):
+def everybody_at(place):
+    """Wait until all processes are here."""
+    if "RANK" in os.environ:
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        store.set(f"{place}/{os.environ['RANK']}", "")
+        store.wait([f"{place}/{rank}" for rank in range(int(os.environ["WORLD_SIZE"]))])
+
+
+def on_the_cable(place):
+    """Return how many bytes this machine has sent and received; zeros without a cable."""
+    everybody_at(place)
+    counts = [Path(f"/sys/class/net/eth0/statistics/{way}_bytes") for way in ("tx", "rx")]
+    return [int(one.read_text()) if one.exists() else 0 for one in counts]
+
+
+def main(out, shards, steps, width=64):
     began_s = time.perf_counter()
     GlooTransport.send = counted(GlooTransport.send)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss, parts = nn.CrossEntropyLoss(), {"shards": shards, "devices": ["cpu:0"]}
     X = torch.randn(4 * shards, 64, generator=torch.Generator().manual_seed(1))
@@ -67,18 +84,24 @@ def main(out, shards, steps):
         opened_s = time.perf_counter()
         trainer.step(X, y)
         trainer.waitall()
+        taken_s = time.perf_counter() - opened_s
+        opening, before = dict(SENT), on_the_cable("first step")
         first_s = time.perf_counter()
-        opening = dict(SENT)
         for _ in range(steps):
             trainer.step(X, y)
         trainer.waitall()
         ended_s = time.perf_counter()
         figures = {
             "open_s": opened_s - began_s,
-            "first_step_s": first_s - opened_s,
+            "first_step_s": taken_s,
             "step_ms": 1e3 * (ended_s - first_s) / steps,
             "opening": opening,
             "a_step": {kind: (SENT[kind] - opening[kind]) / steps for kind in SENT},
+            "cable": [
+                (now - then) / steps
+                for now, then in zip(on_the_cable("last step"), before, strict=True)
+            ],
+            "gradient_bytes": sum(parameter.nbytes for parameter in model.parameters()),
             **held(),
             "fingerprint": trainer.fingerprint(),
         }

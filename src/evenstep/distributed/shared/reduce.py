@@ -10,7 +10,6 @@ import torch
 from evenstep.collectives import Forest, add_in_order, even_bounds
 from evenstep.distributed.flat_buffers import FlatSpace
 from evenstep.distributed.gradient_reduce import (
-    BUCKET_BYTES,
     GradientReduction,
     NetworkReducer,
 )
@@ -60,7 +59,7 @@ class SharedMemoryReducer(NetworkReducer):
     def begin(self, trees: Forest, parameters: int, step: int) -> GradientReduction:
         """Start the reduction of a step's gradients, by the same method in every process."""
         for shared in reversed(self.shared):
-            if step >= shared.since and len(shared.places[0]) >= len(trees.owners):
+            if step >= shared.since and len(shared.places[0]) >= self.places_of(trees):
                 return _SharedMemoryReduction(self, shared, trees, parameters)
         return super().begin(trees, parameters, step)
 
@@ -69,11 +68,11 @@ class SharedMemoryReducer(NetworkReducer):
 
         Every process must call this method after the same step.
         """
-        partials = len(trees.owners)
+        partials = self.places_of(trees)
         if self._can_grow and all(len(shared.places[0]) < partials for shared in self.shared):
-            is_small = self.flats.nbytes * partials <= SMALL_BYTES
+            is_small = self.may_be_small and self.flats.nbytes * partials <= SMALL_BYTES
             count = 2 * partials if is_small else partials + 1
-            memory = shared_bytes(self.peers, self.flats.nbytes * count)
+            memory = self.memory(self.flats.nbytes * count)
             if memory is None:
                 self._can_grow = False
                 return
@@ -83,12 +82,34 @@ class SharedMemoryReducer(NetworkReducer):
             views = [[dict(self.flats.views(row)) for row in place] for place in places]
             self.shared = [*self.shared[-1:], SharedVectors(since, places, views, totals)]
 
+    # ---- what is different where only the processes of a machine share memory
+
+    may_be_small = True
+    """Whether each process may add up all of a small sum."""
+
+    def places_of(self, trees: Forest) -> int:
+        """Return how many partial sums need a place in the memory."""
+        return len(trees.owners)
+
+    def first_place(self, trees: Forest) -> int:
+        """Return which partial sum has the first place in this process's memory."""
+        return 0
+
+    def memory(self, nbytes: int) -> torch.Tensor | None:
+        """Return memory that processes share, uint8 (nbytes,); None if one of them can't."""
+        return shared_bytes(self.peers, nbytes)
+
+    def add_up(self, trees: Forest, shared: SharedVectors) -> None:
+        """Compute `shared.totals`; every process must call this method."""
+        add_up_shared(self.peers, trees, shared)
+
 
 class _SharedMemoryReduction(GradientReduction):
     def __init__(
         self, reducer: SharedMemoryReducer, shared: SharedVectors, trees: Forest, parameters: int
     ) -> None:
-        self._own = trees.partials_of(reducer.peers.rank)
+        first = reducer.first_place(trees)
+        self._own = [one - first for one in trees.partials_of(reducer.peers.rank)]
         super().__init__(reducer.flats, len(self._own), parameters, reducer.buckets)
         self._reducer = reducer
         self._trees = trees
@@ -102,7 +123,7 @@ class _SharedMemoryReduction(GradientReduction):
                 terms = [vectors[flat] for vectors in rows]
                 add_in_order(self._trees, terms, total)
         else:
-            add_up_shared(self._reducer.peers, self._trees, self._shared)
+            self._reducer.add_up(self._trees, self._shared)
             for total, shared in zip(totals, self._shared.totals, strict=True):
                 total.copy_(shared)
         self._reducer.sums += 1
@@ -131,9 +152,3 @@ def add_up_shared(peers: Peers, trees: Forest, shared: SharedVectors) -> None:
         terms = [vectors[flat][lo:hi] for vectors in shared.places[0][: len(trees.owners)]]
         add_in_order(trees, terms, total[lo:hi])
     peers.gather(b"", Exchange("step", "the sum of its chunk of the gradients"))
-
-
-def gradient_reducer(peers: Peers, flats: FlatSpace, *, on_cpus: bool) -> NetworkReducer:
-    """Return the fastest reducer that is available."""
-    make = SharedMemoryReducer if peers.on_one_machine and on_cpus else NetworkReducer
-    return make(peers, flats, BUCKET_BYTES)

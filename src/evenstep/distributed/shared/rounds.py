@@ -85,6 +85,7 @@ class SharedRounds:
         self._address = memory.data_ptr()
         self._rank, self._size = rank, size
         self._timeout_s, self._presence, self._spin_s = timeout_s, presence, spin_s
+        self._limit_s = timeout_s
         self._others = [(rank + step) % size for step in range(1, size)]
         self._count = self._words[_word(rank, _COUNT)]
         self._is_waiting = False
@@ -95,12 +96,15 @@ class SharedRounds:
         number, address, integer = ctypes.c_long, ctypes.c_void_p, ctypes.c_uint
         self._futex.argtypes = [number, address, ctypes.c_int, integer, address, address, integer]
 
-    def exchange(self, message: bytes) -> list[bytes]:
+    def exchange(self, message: bytes, patience: int = 1) -> list[bytes]:
         """Return every process's message, by rank; each process must call this method.
+
+        With `patience`, a wait may take so many times the time limit.
 
         Raises:
             PeerError: a process did not respond in time, or has left.
         """
+        self._limit_s = patience * self._timeout_s
         if self._is_waiting:  # an exception from outside has cut the last wait off
             self._wait_for_all()
         found = [b""] * self._size
@@ -169,8 +173,8 @@ class SharedRounds:
                 return
             if is_gone:
                 raise PeerError(f"rank {peer} has left: it has closed the shared memory", peer)
-            if waited_s > self._timeout_s:
-                raise PeerError(f"rank {peer} did not respond within {self._timeout_s:g} s", peer)
+            if waited_s > self._limit_s:
+                raise PeerError(f"rank {peer} did not respond within {self._limit_s:g} s", peer)
             self._sleep(count, before)
 
     def _change(self, which: int, how: int) -> None:

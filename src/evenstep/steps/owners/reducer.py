@@ -9,7 +9,8 @@ from safetensors.torch import load, save
 
 from evenstep.collectives import assign_owners
 from evenstep.distributed import Exchange
-from evenstep.distributed.gradient_reduce import BUCKET_BYTES
+from evenstep.distributed.flat_buffers import FlatSpace
+from evenstep.distributed.gradient_reduce import BUCKET_BYTES, NetworkReducer
 from evenstep.distributed.owners.reduce import ReducerToOwners
 from evenstep.distributed.owners.space import OwnerSpace
 from evenstep.errors import ContractError, PeerError, text_of
@@ -46,6 +47,10 @@ class OwnerReducer(ProcessReducer):
         space = OwnerSpace(parameters, self._dense_numbers(), self.owner_of, BUCKET_BYTES)
         self._forms = _forms(parameters)
         self._dense = self._owned = ReducerToOwners(self.peers, space)
+
+    def _reducer_of(self, flats: FlatSpace) -> NetworkReducer:
+        """Return what sums gradients as sums to owners travel: not through shared memory."""
+        return NetworkReducer(self.peers, flats, BUCKET_BYTES)
 
     def _follow_home(self) -> None:
         """Refuse other parameters than the assigned ones; other changes need nothing here."""

@@ -1,0 +1,177 @@
+"""Gradients of several machines: summed inside each first, so that a cable carries a byte once."""
+
+import itertools
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from evenstep.collectives import connect, forest, tree_sum
+from evenstep.distributed.flat_buffers import FlatSpace
+from evenstep.distributed.machines.meeting import StoreRounds, neighbours
+from evenstep.distributed.machines.reduce import MachineReducer, gradient_reducer
+from evenstep.distributed.machines.rounds import join_machines
+from evenstep.distributed.process_group import Exchange
+from evenstep.distributed.secret import SealedStore
+from launched import alone, apart
+from machines import at_the_switch, machines_at_a_switch
+from over_threads import Counting, on_each, peers_over
+from reference import assert_same_bits
+
+PARAMETERS = [torch.empty(1000), torch.empty(3, 5, dtype=torch.float64), torch.empty(37)]
+LIMIT_S = 500
+EVERYBODY = Exchange("step", "its part")
+
+
+class Job:
+    """Processes on machines of these sizes, played by threads."""
+
+    def __init__(self, *sizes):
+        ends = [0, *itertools.accumulate(sizes)]
+        self.machines = [range(*pair) for pair in itertools.pairwise(ends)]
+        self.size = ends[-1]
+        self.store = dist.HashStore()
+        self.columns = [
+            [*map(Counting, connect(len(sizes), timeout_s=20.0))] for _ in range(min(sizes))
+        ]
+        self.everywhere = connect(self.size)
+
+    def joined(self, rank):
+        """Return the processes as one of them sees them."""
+
+        def rounds(name, number, size):
+            return StoreRounds(SealedStore(self.store, b"key"), name, number, size, 20.0)
+
+        def inside(ranks):
+            return rounds(f"machine/{ranks.start}", ranks.index(rank), len(ranks))
+
+        def column(name, number, _):
+            return self.columns[int(name.rpartition("/")[2])][number]
+
+        peers = peers_over(self.everywhere[rank])
+        meeting = rounds("meeting", rank, self.size)
+        peers.rounds = join_machines(peers, self.machines, meeting, inside, column, 20.0)
+        return peers
+
+    def sent(self):
+        """Return the bytes that the processes of each machine have sent to other machines."""
+        return [
+            sum(column[number].sent for column in self.columns)
+            for number in range(len(self.machines))
+        ]
+
+
+def values(shard):
+    """Return the gradients of a shard; added in another order they have other bits."""
+    drawn = torch.Generator().manual_seed(shard)
+    return [
+        None if (shard + i) % 5 == 4 else torch.randn(one.shape, generator=drawn, dtype=one.dtype)
+        for i, one in enumerate(PARAMETERS)
+    ]
+
+
+def added(left, right):
+    return [b if a is None else a if b is None else a + b for a, b in zip(left, right, strict=True)]
+
+
+def summed(job, trees, shards, steps=1):
+    """Return the sums that each process gets, and how it got them."""
+    leaves = [values(shard) for shard in range(shards)]
+
+    def run(rank):
+        peers = job.joined(rank)
+        flats = FlatSpace(PARAMETERS, range(len(PARAMETERS)))
+        reducer = gradient_reducer(peers, flats, on_cpus=True)
+        assert isinstance(reducer, MachineReducer)
+        reducer.bucket_bytes = 512
+        reducer.reserve(trees, 0)
+        own = [trees.spans[number] for number in trees.partials_of(rank)]
+        for step in range(steps):
+            reduction = reducer.begin(trees, len(PARAMETERS), step)
+            reduction.write_rest([[*tree_sum(leaves[one.start : one.stop], added)] for one in own])
+            peers.gather(b"", EVERYBODY)
+            found = {str(i): one.clone() for i, one in reduction.gradients(torch.device("cpu"))}
+        reducer.close()
+        return found
+
+    return on_each(range(job.size), run)
+
+
+LAYOUTS = [
+    ((2, 2), 8, [2, 2, 2, 2]),
+    ((2, 2), 8, [1, 4, 0, 3]),
+    ((2, 2), 3, [1, 1, 1, 0]),
+    ((3, 1), 7, [1, 2, 1, 3]),
+    ((1, 2, 1), 5, [2, 1, 1, 1]),
+    ((2, 3, 2), 16, [3, 1, 4, 1, 0, 5, 2]),
+    ((4, 4), 2, [1, 1, 0, 0, 0, 0, 0, 0]),
+    ((8, 8), 16, [1] * 16),
+]
+
+
+@pytest.mark.parametrize(("sizes", "shards", "lengths"), LAYOUTS)
+def test_the_sum_has_the_bits_of_one_place(sizes, shards, lengths):
+    ends = [0, *itertools.accumulate(lengths)]
+    trees = forest(shards, shards, tuple(range(*pair) for pair in itertools.pairwise(ends)))
+    whole = tree_sum([values(shard) for shard in range(shards)], added)
+    expected = {str(i): one for i, one in enumerate(whole)}
+    for found in summed(Job(*sizes), trees, shards, steps=2):
+        assert_same_bits(found, expected)
+
+
+def test_each_process_of_a_machine_knows_what_all_others_say():
+    job = Job(2, 3, 1)
+
+    def gathered(rank):
+        peers = job.joined(rank)
+        return [
+            peers.gather(bytes([rank]) * (length * (1 + rank)), EVERYBODY)
+            for length in (0, 1, 30_000)
+        ]
+
+    expected = [
+        [bytes([rank]) * (length * (1 + rank)) for rank in range(6)] for length in (0, 1, 30_000)
+    ]
+    assert on_each(range(6), gathered) == [expected] * 6
+
+
+WIDTH = 8192
+
+
+def on_machines(out, sizes, rate):
+    """Train with so many processes on each machine; return the figures of each process."""
+    with machines_at_a_switch(len(sizes), rate) as names:
+        places = [
+            (name, local) for name, size in zip(names, sizes, strict=True) for local in range(size)
+        ]
+        meeting = {"MASTER_ADDR": at_the_switch(0), "MASTER_PORT": "29511"}
+        meeting |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "GLOO_SOCKET_IFNAME": "eth0"}
+        given = [{**meeting, "LOCAL_RANK": str(local)} for _, local in places]
+        within = [("ip", "netns", "exec", name) for name, _ in places]
+        job = ("crowd.py", out, 8, 8, WIDTH)
+        ended = apart(*job, variables=given, within=within, timeout_s=LIMIT_S)
+        assert [code for code, *_ in ended] == [0] * len(places), ended
+    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(len(places))]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S + 60)
+@pytest.mark.parametrize("rate", ["1gbit", "100mbit"])
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 1, 1, 1), (1,) * 8, (2, 2, 2, 2)], ids=str)
+def test_a_cable_carries_what_one_process_for_each_machine_would_send(sizes, rate, tmp_path):
+    """However many processes a machine has; measured at its end of the cable."""
+    finished = alone("crowd.py", tmp_path, 8, 8, WIDTH)
+    assert finished.returncode == 0, finished.stderr
+    expected = json.loads((tmp_path / "0.json").read_text())
+    found = on_machines(tmp_path, sizes, rate)
+    assert {one["fingerprint"] for one in found} == {expected["fingerprint"]}
+    machines = len(sizes)
+    least = 2 * expected["gradient_bytes"] * (machines - 1) / machines
+    for one in found:
+        for nbytes in one["cable"]:
+            assert least < nbytes < 1.1 * least  # with headers, acknowledgements and reports
+
+
+def test_neighbours_are_processes_that_follow_one_another_in_one_place():
+    assert neighbours(["a", "a", "b", "a"]) == [range(2), range(2, 3), range(3, 4)]
