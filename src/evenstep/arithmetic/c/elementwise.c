@@ -1,4 +1,5 @@
-/* Functions of single elements, their gradients, and losses before their reduction. */
+/* Functions of single elements, their gradients, linear combinations, losses before their
+   reduction, and random numbers. */
 #include "functions.h"
 
 /* out[i] = expression, for all i */
@@ -110,12 +111,12 @@ INLINE float normal_tail(float a, float *mills, int32_t *n) {
 INLINE float gelu(float x) {
   int32_t n;
   float a = limited(x, 15.0f), mills, p = normal_tail(a, &mills, &n);
-  return positive_part(x) - scaled_down(a * p * mills, n);
+  return positive_part(x) - scaled(a * p * mills, n);
 }
 INLINE float gelu_slope(float x) {
   int32_t n;
   float a = limited(x, 15.0f), mills, p = normal_tail(a, &mills, &n);
-  float h = scaled_down(p * fma32(a, -0x1.988454p-2f, mills), n); /* 1 / sqrt(2 pi) */
+  float h = scaled(p * fma32(a, -0x1.988454p-2f, mills), n); /* 1 / sqrt(2 pi) */
   float y = x < 0.0f ? h : 1.0f - h;
   return x == x ? y : x;
 }
@@ -221,13 +222,12 @@ PORTABLE void smooth_l1(long n, const float *difference, double beta, float *out
 PORTABLE void huber(long n, const float *difference, double delta, float *out)
     EACH(huber_of(magnitude(difference[i]), (float)delta))
 
-INLINE double at_least(double x, double low) { return x < low ? low : x; }
 INLINE float cross_entropy(float x, float y) {
-  double of_one = at_least(log64(x), -100.0), of_zero = at_least(log1p64(-(double)x), -100.0);
+  double of_one = between(log64(x), -100.0, INF), of_zero = between(log1p64(-(double)x), -100.0, INF);
   return (float)((y - 1.0) * of_zero - y * of_one);
 }
 INLINE float cross_entropy_slope(float x, float y) {
-  return (float)(((double)x - y) / at_least((1.0 - x) * x, 1e-12));
+  return (float)(((double)x - y) / between((1.0 - x) * x, 1e-12, INF));
 }
 INLINE float cross_entropy_of_logits(float x, float y) {
   return (float)((1.0 - y) * x + softplus64(-(double)x));
@@ -243,3 +243,56 @@ PORTABLE void cross_entropy_weighted(long n, const float *x, const float *y, con
                                      float *out)
     EACH((float)((1.0 - y[i]) * x[i] +
                  ((weight[i] - 1.0) * y[i] + 1.0) * softplus64(-(double)x[i])))
+
+/* ---- linear combinations, rounded once ---- */
+
+PORTABLE void add_scaled(long n, const float *a, float alpha, const float *b, float *out)
+    EACH(fma32(alpha, b[i], a[i]))
+PORTABLE void add_product(long n, const float *a, float alpha, const float *b, const float *c,
+                          float *out) EACH(fma32(alpha * b[i], c[i], a[i]))
+PORTABLE void add_quotient(long n, const float *a, float alpha, const float *b, const float *c,
+                           float *out) EACH(fma32(alpha, b[i] / c[i], a[i]))
+/* a + weight * (b - a), from the nearer end (as torch.lerp) */
+PORTABLE void interpolate(long n, const float *a, const float *b, float weight, float *out) {
+  if (weight < 0.5f) EACH(fma32(weight, b[i] - a[i], a[i]))
+  else EACH(fma32(weight - 1, b[i] - a[i], b[i]))
+}
+
+/* ---- remainders of division, which are exact ---- */
+
+/* a - b * trunc(a / b), with the sign of a: multiples of b are subtracted, the largest first. Each
+   quotient is below 2^28 and at least 2^-24 away from the integer above it, so binary64 does not
+   round it up, and all other numbers are exact. */
+static float remainder_of(float a, float b) {
+  double rest = magnitude(a), by = magnitude(b);
+  if (!(rest < (double)INF) || !(by > 0)) return NOT_A_NUMBER;
+  while (rest >= by) {
+    double multiple = by;
+    while (multiple * 0x1p28 <= rest) multiple *= 0x1p28;
+    rest -= (double)(int64_t)(rest / multiple) * multiple;
+  }
+  return with_sign((float)rest, a);
+}
+BINARY(remainder, remainder_of)
+
+/* ---- random numbers of other laws, made of uniform ones ---- */
+
+/* Box and Muller: for u in [0, 1), r = sqrt(-2 ln(1 - u[i])) and the angle 2 pi u[half + i] give two
+   normal numbers, out[i] = r cos and out[half + i] = r sin. u and out have 2 * half numbers. */
+PORTABLE void normals(long half, const float *u, float *out) {
+  for (long i = 0; i < half; i++) {
+    float r = __builtin_sqrtf(-2.0f * log32(1.0f - u[i]));
+    float turns = 4.0f * u[half + i]; /* exact, as is the rest of them to the nearest quarter */
+    int32_t quarter = (int32_t)(turns + 0.5f);
+    double angle = (double)(turns - (float)quarter) * 0x1.921fb54442d18p+0;
+    out[i] = r * cosine_of(angle, (uint64_t)quarter);
+    out[half + i] = r * sine_of(angle, (uint64_t)quarter);
+  }
+}
+
+/* -ln(1 - u), at least 2^-25: exponential numbers, never 0 */
+INLINE float exponential(float u) {
+  float y = -log32(1.0f - u);
+  return y > 0x1p-25f ? y : 0x1p-25f;
+}
+UNARY(exponential, exponential)

@@ -61,10 +61,6 @@ INLINE float scaled(float x, int32_t n) {
   return x * float_of((uint32_t)(half + 127) << 23) * float_of((uint32_t)(n - half + 127) << 23);
 }
 
-/* x * 2^n for -190 <= n <= 0, as `scaled` */
-INLINE float scaled_down(float x, int32_t n) {
-  return x * float_of((uint32_t)(n + 191) << 23) * 0x1p-64f;
-}
 /* e^x within 1 ulp */
 INLINE float exp32(float x) {
   x = x > 89.0f ? 89.0f : x; /* e^89 is infinite, e^-104 is less than half the least denormal */
@@ -308,18 +304,6 @@ INLINE float cosine_of(double r, uint64_t quadrant) { return sine_of(r, quadrant
 INLINE float tangent_of(double r, uint64_t quadrant) {
   double s = sine_part(r), c = cosine_part(r);
   return (float)(quadrant & 1 ? -c / s : s / c);
-}
-
-/* for |x| <= 2^17 */
-INLINE float sin32(float x) {
-  uint64_t quadrant;
-  double r = reduced(x, &quadrant);
-  return sine_of(r, quadrant);
-}
-INLINE float cos32(float x) {
-  uint64_t quadrant;
-  double r = reduced(x, &quadrant);
-  return cosine_of(r, quadrant);
 }
 
 /* ---- arcs, within 1 ulp ---- */

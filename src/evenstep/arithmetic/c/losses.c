@@ -64,18 +64,18 @@ INLINE void softmax_rows(long log, long rows, long n, const float *x, float *out
   }
 }
 
+INLINE float softmax_slope(long log, float g, float y, float sum) {
+  return log ? g - exp32(y) * sum : (g - sum) * y;
+}
+
 /* For each row of outputs y and gradients g: out = (g - sum of g * y) * y, or, if `log`,
    g - exp(y) * sum of g. */
 INLINE void softmax_gradient_rows(long log, long rows, long n, const float *g, const float *y,
                                   float *out) {
-  for (long row = 0; row < rows; row++, g += n, y += n, out += n)
-    if (log) {
-      float sum = (float)sum_row(VALUES, n, g, 0, 0, 0);
-      for (long i = 0; i < n; i++) out[i] = g[i] - exp32(y[i]) * sum;
-    } else {
-      float sum = (float)sum_row(DOTS, n, y, g, 0, 0);
-      for (long i = 0; i < n; i++) out[i] = (g[i] - sum) * y[i];
-    }
+  for (long row = 0; row < rows; row++, g += n, y += n, out += n) {
+    float sum = (float)(log ? sum_row(VALUES, n, g, 0, 0, 0) : sum_row(DOTS, n, y, g, 0, 0));
+    for (long i = 0; i < n; i++) out[i] = softmax_slope(log, g[i], y[i], sum);
+  }
 }
 
 /* The same of up to TILE columns. */
@@ -104,46 +104,30 @@ INLINE void softmax_gradient_columns(long log, long n, long width, long stride, 
                                      const float *y, float *out) {
   const Columns in = {.x = g, .y = y};
   double sums[TILE];
-  if (log)
-    sum_columns(VALUES, n, width, stride, in, sums, 0);
-  else
-    sum_columns(DOTS, n, width, stride, in, sums, 0);
+  sum_columns(log ? VALUES : DOTS, n, width, stride, in, sums, 0);
   for (long i = 0; i < n * stride; i += stride)
-    for (long j = 0; j < width; j++) {
-      float sum = (float)sums[j];
-      out[i + j] = log ? g[i + j] - exp32(y[i + j]) * sum : (g[i + j] - sum) * y[i + j];
-    }
+    for (long j = 0; j < width; j++)
+      out[i + j] = softmax_slope(log, g[i + j], y[i + j], (float)sums[j]);
 }
 
-/* Softmax over the middle dimension of an array of outer * n * inner elements. Each call has a
-   constant for `log`, so that loops of their own are compiled for each. */
+/* Call a function with a constant for `log`, so that loops of its own are compiled for each. */
+#define BY_LOG(function, ...) (log ? function(1, __VA_ARGS__) : function(0, __VA_ARGS__))
+
+/* Softmax over the middle dimension of an array of outer * n * inner elements. */
 PORTABLE void softmax(long log, long outer, long n, long inner, const float *x, float *out) {
-  if (inner == 1) {
-    if (log) softmax_rows(1, outer, n, x, out);
-    else softmax_rows(0, outer, n, x, out);
-    return;
-  }
-  for (long block = 0; block < outer; block++, x += n * inner, out += n * inner)
-    for (long from = 0; from < inner; from += TILE) {
-      long width = smaller(TILE, inner - from);
-      if (log) softmax_columns(1, n, width, inner, x + from, out + from);
-      else softmax_columns(0, n, width, inner, x + from, out + from);
-    }
+  if (inner == 1) return BY_LOG(softmax_rows, outer, n, x, out);
+  for (long block = 0; block < outer * n * inner; block += n * inner)
+    for (long at = block; at < block + inner; at += TILE)
+      BY_LOG(softmax_columns, n, smaller(TILE, block + inner - at), inner, x + at, out + at);
 }
 
 PORTABLE void softmax_gradient(long log, long outer, long n, long inner, const float *g,
                                const float *y, float *out) {
-  if (inner == 1) {
-    if (log) softmax_gradient_rows(1, outer, n, g, y, out);
-    else softmax_gradient_rows(0, outer, n, g, y, out);
-    return;
-  }
+  if (inner == 1) return BY_LOG(softmax_gradient_rows, outer, n, g, y, out);
   for (long block = 0; block < outer * n * inner; block += n * inner)
-    for (long at = block; at < block + inner; at += TILE) {
-      long width = smaller(TILE, block + inner - at);
-      if (log) softmax_gradient_columns(1, n, width, inner, g + at, y + at, out + at);
-      else softmax_gradient_columns(0, n, width, inner, g + at, y + at, out + at);
-    }
+    for (long at = block; at < block + inner; at += TILE)
+      BY_LOG(softmax_gradient_columns, n, smaller(TILE, block + inner - at), inner, g + at, y + at,
+             out + at);
 }
 
 /* out = log(sum of exp(x - m)) + m for each row, m its largest element, or 0 if that is infinite.
@@ -160,22 +144,26 @@ PORTABLE void log_sum_exp(long rows, long n, const float *x, float *out, float *
 
 enum { NONE, MEAN, SUM };
 
+/* The first target that is neither a class nor ignored; `ignored` if there is none. */
+INLINE long wrong_target(long n, long classes, const int64_t *target, long ignored) {
+  for (long i = 0; i < n; i++)
+    if (target[i] != ignored && (target[i] < 0 || target[i] >= classes)) return target[i];
+  return ignored;
+}
+
 /* The negative log-likelihood of `batch * inner` examples: of each, -weight[t] * x[t], t its target.
    `total` is the sum of the weights of targets that aren't ignored. NONE: `out` has one number for
    each example; SUM: it is their sum; MEAN: that, divided by the total, in double.
-   `wrong` is the first target that is neither a class nor ignored; if there is none, it stays. */
+   `wrong` is as `wrong_target` says. */
 PORTABLE void likelihood(long batch, long classes, long inner, const float *x,
                          const int64_t *target, const float *weight, long ignored, long reduction,
                          float *out, float *total, long *wrong) {
   double sums[LANES] = {0}, weights[LANES] = {0};
-  for (long i = 0; i < batch * inner; i++) {
+  *wrong = wrong_target(batch * inner, classes, target, ignored);
+  for (long i = 0; i < batch * inner && *wrong == ignored; i++) {
     long class = target[i];
     if (reduction == NONE) out[i] = 0;
     if (class == ignored) continue;
-    if (class < 0 || class >= classes) {
-      *wrong = class;
-      return;
-    }
     float own = weight ? weight[class] : 1.0f;
     float value = x[(i / inner * classes + class) * inner + i % inner];
     if (reduction == NONE) out[i] = -own * value;
@@ -194,13 +182,10 @@ PORTABLE void likelihood_gradient(long batch, long classes, long inner, const fl
                                   long reduction, const float *total, float *out, long *wrong) {
   memset(out, 0, batch * classes * inner * sizeof(float));
   float shared = reduction == MEAN ? *g / *total : reduction == SUM ? *g : 0;
-  for (long i = 0; i < batch * inner; i++) {
+  *wrong = wrong_target(batch * inner, classes, target, ignored);
+  for (long i = 0; i < batch * inner && *wrong == ignored; i++) {
     long class = target[i];
     if (class == ignored) continue;
-    if (class < 0 || class >= classes) {
-      *wrong = class;
-      return;
-    }
     float own = weight ? weight[class] : 1.0f;
     out[(i / inner * classes + class) * inner + i % inner] =
         -own * (reduction == NONE ? g[i] : shared);

@@ -9,27 +9,27 @@ INLINE double inverse_root(double variance, double eps) {
   return 1 / __builtin_sqrt(variance + eps);
 }
 
-/* out = (x - mean) * scale + shift of the channel; channels of the next example lie `step` on. */
-INLINE void shift_and_scale(long batch, long length, long width, long step, const float *x,
-                            const float *mean, const float *scale, const float *shift, float *out) {
-  for (; batch--; x += step, out += step)
-    if (length == 1)
-      for (long i = 0; i < width; i++) out[i] = (x[i] - mean[i]) * scale[i] + shift[i];
-    else
-      for (long c = 0; c < width; c++) {
-        float centre = mean[c], factor = scale[c], offset = shift[c];
-        for (long i = c * length; i < (c + 1) * length; i++)
-          out[i] = (x[i] - centre) * factor + offset;
-      }
-}
+/* out[i] = expression, of an element i and its channel c, for `width` channels of each example; those
+   of the next example lie `step` on. */
+#define EACH_IN_CHANNELS(expression)                                                     \
+  for (long at = 0; at < batch * step; at += step)                                       \
+    if (length == 1)                                                                     \
+      for (long c = 0; c < width; c++) { long i = at + c; out[i] = (expression); }       \
+    else                                                                                 \
+      for (long c = 0; c < width; c++)                                                   \
+        for (long i = at + c * length, end = i + length; i < end; i++) out[i] = (expression);
 
-/* scale = invstd * weight, shift = bias; 1 and 0 for null. */
-INLINE void prepare(long width, const float *invstd, const float *weight, const float *bias,
-                    float *scale, float *shift) {
+/* out = (x - mean) * (invstd * weight) + bias, for up to TILE channels from `from` on */
+INLINE void normalise(long batch, long length, long width, long step, long from, const float *x,
+                      const float *restrict mean, const float *invstd, const float *weight,
+                      const float *bias, float *restrict out) {
+  float scale[TILE], shift[TILE];
+  x += from * length, out += from * length, mean += from;
   for (long i = 0; i < width; i++) {
-    scale[i] = weight ? invstd[i] * weight[i] : invstd[i];
-    shift[i] = bias ? bias[i] : 0.0f;
+    scale[i] = weight ? invstd[from + i] * weight[from + i] : invstd[from + i];
+    shift[i] = bias ? bias[from + i] : 0.0f;
   }
+  EACH_IN_CHANNELS((x[i] - mean[c]) * scale[c] + shift[c])
 }
 
 INLINE float moved(double momentum, double value, float *running) {
@@ -58,9 +58,7 @@ PORTABLE void batch_norm(long batch, long channels, long length, const float *x,
       if (running_mean) running_mean[c] = moved(momentum, centres[i], running_mean + c);
       if (running_var) running_var[c] = moved(momentum, sums[i] / (count - 1), running_var + c);
     }
-    float scale[TILE], shift[TILE];
-    prepare(width, invstd + from, weight ? weight + from : 0, bias ? bias + from : 0, scale, shift);
-    shift_and_scale(batch, length, width, step, in, mean + from, scale, shift, out + from * length);
+    normalise(batch, length, width, step, from, x, mean, invstd, weight, bias, out);
   }
 }
 
@@ -70,37 +68,19 @@ PORTABLE void batch_norm_fixed(long batch, long channels, long length, const flo
                                const float *variance, double eps, float *invstd, float *out) {
   long step = channels * length;
   for (long c = 0; c < channels; c++) invstd[c] = (float)inverse_root((double)variance[c], eps);
-  for (long from = 0; from < channels && out; from += TILE) {
-    long width = smaller(TILE, channels - from), at = from * length;
-    float scale[TILE], shift[TILE];
-    prepare(width, invstd + from, weight ? weight + from : 0, bias ? bias + from : 0, scale, shift);
-    shift_and_scale(batch, length, width, step, x + at, mean + from, scale, shift, out + at);
-  }
+  for (long from = 0; from < channels && out; from += TILE)
+    normalise(batch, length, smaller(TILE, channels - from), step, from, x, mean, invstd, weight,
+              bias, out);
 }
 
-/* out = ((g - part) - (x - mean) * slope) * scale */
-INLINE void channel_gradient(long batch, long length, long width, long step, const float *g,
-                             const float *x, const float *mean, const float *part,
-                             const float *slope, const float *scale, float *out) {
-  for (; batch--; g += step, x += step, out += step)
-    if (length == 1)
-      for (long i = 0; i < width; i++)
-        out[i] = ((g[i] - part[i]) - (x[i] - mean[i]) * slope[i]) * scale[i];
-    else {
-      float first = *part, second = *slope, centre = *mean, factor = *scale;
-      for (long i = 0; i < length; i++)
-        out[i] = ((g[i] - first) - (x[i] - centre) * second) * factor;
-    }
-}
-
-/* out = g * scale */
-INLINE void scale_channels(long batch, long length, long width, long step, const float *g,
-                           const float *scale, float *out) {
-  for (; batch--; g += step, out += step)
-    if (length == 1)
-      for (long i = 0; i < width; i++) out[i] = g[i] * scale[i];
-    else
-      for (long i = 0; i < length; i++) out[i] = g[i] * scale[0];
+INLINE void channel_gradient(long fixed, long batch, long length, long width, long step,
+                             const float *g, const float *x, const float *restrict mean,
+                             const float *restrict part, const float *restrict slope,
+                             const float *restrict scale, float *restrict out) {
+  if (fixed)
+    EACH_IN_CHANNELS(g[i] * scale[c])
+  else
+    EACH_IN_CHANNELS(((g[i] - part[c]) - (x[i] - mean[c]) * slope[c]) * scale[c])
 }
 
 /* The gradients of the input, the weight and the bias: null where not wanted. With S1 the sum of g
@@ -128,11 +108,9 @@ PORTABLE void batch_norm_gradient(long fixed, long batch, long channels, long le
       slope[i] = fixed ? 0.0f : (float)(products[i] / count * inverse * inverse);
       scale[i] = weight ? invstd[c] * weight[c] : invstd[c];
     }
-    if (out && fixed)
-      scale_channels(batch, length, width, step, g + at, scale, out + at);
-    else if (out)
-      channel_gradient(batch, length, width, step, g + at, x + at, mean + from, part, slope, scale,
-                       out + at);
+    if (out)
+      channel_gradient(fixed, batch, length, width, step, g + at, x + at, mean + from, part, slope,
+                       scale, out + at);
   }
 }
 

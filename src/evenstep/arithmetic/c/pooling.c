@@ -9,10 +9,8 @@ typedef struct {
 } Boxes;
 
 static Boxes boxes_of(const int64_t *shape, const int64_t *edges) {
-  Boxes b = {shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], edges, 0, 0};
-  b.h = b.d + 2 * b.boxes_d;
-  b.w = b.h + 2 * b.boxes_h;
-  return b;
+  return (Boxes){shape[0], shape[1], shape[2], shape[3], shape[4], shape[5],
+                 edges, edges + 2 * shape[3], edges + 2 * (shape[3] + shape[4])};
 }
 
 /* The means of a row of boxes. sum = 0 + the rows of the planes of one box, in order; then its columns
@@ -56,10 +54,9 @@ INLINE void mean_of_channels(Boxes b, long d, long h, long w, long channels, lon
 
 static void means_of_channels(Boxes b, long d, long h, long w, long channels, float divisor,
                               const float *in, float *out) {
-  long c = 0;
-  for (; c + LANES <= channels; c += LANES)
-    mean_of_channels(b, d, h, w, channels, LANES, divisor, in + c, out + c);
-  if (c < channels) mean_of_channels(b, d, h, w, channels, channels - c, divisor, in + c, out + c);
+  for (long c = 0; c < channels; c += LANES)
+    if (channels - c >= LANES) mean_of_channels(b, d, h, w, channels, LANES, divisor, in + c, out + c);
+    else mean_of_channels(b, d, h, w, channels, channels - c, divisor, in + c, out + c);
 }
 
 /* Means of boxes of [planes, depth, height, width, channels]: the sum of a box goes over its depth

@@ -22,19 +22,12 @@
 INLINE long smaller(long a, long b) { return a < b ? a : b; }
 INLINE long larger(long a, long b) { return a > b ? a : b; }
 
-/* Copy numbers; the last chunk overlaps the one before. */
+/* Copy numbers, eight at a time, without a call. */
 INLINE void copy_floats(long count, const float *from, float *to) {
-#define CHUNK(n, at) memcpy(to + (at), from + (at), n * sizeof(float))
   long i = 0;
-  if (count >= 8) {
-    for (; i < count - 8; i += 8) CHUNK(8, i);
-    CHUNK(8, count - 8);
-  } else if (count >= 4) {
-    CHUNK(4, 0), CHUNK(4, count - 4);
-  } else {
-    for (; i < count; i++) to[i] = from[i];
-  }
-#undef CHUNK
+  for (; i + 8 <= count; i += 8) memcpy(to + i, from + i, 8 * sizeof(float));
+  if (count & 4) memcpy(to + i, from + i, 4 * sizeof(float)), i += 4;
+  for (long end = i + (count & 3); i < end; i++) to[i] = from[i];
 }
 
 INLINE uint32_t bits_of(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }

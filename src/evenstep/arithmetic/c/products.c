@@ -7,12 +7,15 @@
 #if defined(__AVX512F__)
 #define ROWS 12
 #define LANES 16
+#define EACH_SIZE(do) do(1) do(2) do(3) do(4) do(5) do(6) do(7) do(8) do(9) do(10) do(11) do(12)
 #elif defined(__AVX2__) || defined(__aarch64__)
 #define ROWS 6
 #define LANES 8
+#define EACH_SIZE(do) do(1) do(2) do(3) do(4) do(5) do(6)
 #else
 #define ROWS 4
 #define LANES 4
+#define EACH_SIZE(do) do(1) do(2) do(3) do(4)
 #endif
 #define COLUMNS (2 * LANES)
 #define DEPTH_BLOCK 256
@@ -64,40 +67,22 @@ INLINE void tile(int is_packed, int rows, int columns, long depth, const float *
 #define TILES(rows)                                                                               \
   TILE(packed_, 1, rows, 1) TILE(packed_, 1, rows, 2)                                             \
   TILE(placed_, 0, rows, 1) TILE(placed_, 0, rows, 2)
-#define NAMES(rows) {{packed_##rows##_1, packed_##rows##_2}, {placed_##rows##_1, placed_##rows##_2}}
-
-TILES(1) TILES(2) TILES(3) TILES(4)
-#if ROWS >= 6
-TILES(5) TILES(6)
-#endif
-#if ROWS >= 12
-TILES(7) TILES(8) TILES(9) TILES(10) TILES(11) TILES(12)
-#endif
+EACH_SIZE(TILES)
 
 typedef void (*tile_function)(long, const float *, const long *, const long *, const float *,
                               const long *, float *, const long *, int);
 
-static const tile_function tiles[ROWS][2][2] = {
-    NAMES(1), NAMES(2), NAMES(3), NAMES(4),
-#if ROWS >= 6
-    NAMES(5), NAMES(6),
-#endif
-#if ROWS >= 12
-    NAMES(7), NAMES(8), NAMES(9), NAMES(10), NAMES(11), NAMES(12),
-#endif
-};
+#define NAMES(rows) {{packed_##rows##_1, packed_##rows##_2}, {placed_##rows##_1, placed_##rows##_2}},
+static const tile_function tiles[ROWS][2][2] = {EACH_SIZE(NAMES)};
 
 /* Packing: to[k * width + x] = from[lane[x] + step[k]] */
-
-typedef float four __attribute__((vector_size(16)));
+typedef float four __attribute__((vector_size(16))), eight __attribute__((vector_size(32)));
 typedef int32_t four_places __attribute__((vector_size(16)));
 #if defined(__clang__)
 #define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
 #define PICK(a, b, ...) __builtin_shuffle(a, b, (four_places){__VA_ARGS__})
 #endif
-
-typedef float eight __attribute__((vector_size(32)));
 
 INLINE four load(const float *from) { four x; memcpy(&x, from, sizeof x); return x; }
 INLINE void store(float *to, four x) { memcpy(to, &x, sizeof x); }
@@ -137,15 +122,17 @@ INLINE void transpose_eight(const float *from, const long *lane, float *to, long
 }
 #endif
 
-INLINE int is_run_of_four(const long *at) {
-  return at[1] == at[0] + 1 && at[2] == at[0] + 2 && at[3] == at[0] + 3;
+INLINE long run_length(const long *lane, long most) {
+  long n = 1;
+  while (n < most && lane[n] == lane[0] + n) n++;
+  return n;
 }
 
 /* Pack 4 or 8 lanes: transposed by fours where the depth is contiguous in memory. */
 INLINE void pack_lanes(int lanes, long depth, const float *from, const long *lane,
                        const long *step, int is_contiguous, float *to, long width) {
   for (long k = 0; k < depth;) {
-    if (k + 4 <= depth && (is_contiguous || is_run_of_four(step + k))) {
+    if (k + 4 <= depth && (is_contiguous || run_length(step + k, 4) == 4)) {
       if (lanes == 8) transpose_eight(from + step[k], lane, to + k * width, width);
       else transpose_four(from + step[k], lane, to + k * width, width);
       k += 4;
@@ -159,17 +146,9 @@ INLINE void pack_lanes(int lanes, long depth, const float *from, const long *lan
 /* Pack lanes that are contiguous in memory. */
 INLINE void pack_run(long count, long depth, const float *from, const long *step, float *to,
                      long width) {
-  if (count == COLUMNS)
-    for (long k = 0; k < depth; k++)
-      memcpy(to + k * width, from + step[k], COLUMNS * sizeof(float));
-  else
-    for (long k = 0; k < depth; k++) copy_floats(count, from + step[k], to + k * width);
-}
-
-INLINE long run_length(const long *lane, long most) {
-  long n = 1;
-  while (n < most && lane[n] == lane[0] + n) n++;
-  return n;
+  for (long k = 0; k < depth; k++)
+    if (count == COLUMNS) memcpy(to + k * width, from + step[k], COLUMNS * sizeof(float));
+    else copy_floats(count, from + step[k], to + k * width);
 }
 
 INLINE int is_contiguous(const long *at, long count) {
@@ -265,19 +244,15 @@ static void compute(const struct product *p, const struct block *block, long row
   const long *own_row = block->packed_column_depth; /* the same: i * COLUMNS */
   int must_finish = block->is_last && (p->addend || p->alpha != 1);
   tile_function run_tile = tiles[rows - 1][a_row != 0][columns > LANES];
-  if (is_contiguous) {
-    float *c = p->c + c_column[0];
-    run_tile(block->depth, a, a_row, a_depth, b, b_depth, c, c_row, block->is_begun);
-    if (must_finish) finish(p, row, rows, column, columns, c, c_row);
-    return;
-  }
-  if (block->is_begun) {
+  float *c = is_contiguous ? p->c + c_column[0] : own;
+  const long *row_at = is_contiguous ? c_row : own_row;
+  if (block->is_begun && !is_contiguous) {
     memset(own, 0, sizeof own);
     exchange(p->c, c_row, c_column, own, own_row, rows, columns, 0);
   }
-  run_tile(block->depth, a, a_row, a_depth, b, b_depth, own, own_row, block->is_begun);
-  if (must_finish) finish(p, row, rows, column, columns, own, own_row);
-  exchange(p->c, c_row, c_column, own, own_row, rows, columns, 1);
+  run_tile(block->depth, a, a_row, a_depth, b, b_depth, c, row_at, block->is_begun);
+  if (must_finish) finish(p, row, rows, column, columns, c, row_at);
+  if (!is_contiguous) exchange(p->c, c_row, c_column, own, own_row, rows, columns, 1);
 }
 
 /* Where the i-th tile of a block begins: tiles are as equal in size as they can be. */

@@ -2,71 +2,43 @@
    not 1, of pieces * outer * n elements over its first and last dimensions (inner is 1). */
 #include "sums.h"
 
-INLINE void finish(int kind, double sum, double divisor, long root, void *out, long i) {
-  sum = root ? __builtin_sqrt(sum / divisor) : sum / divisor;
-  if (kind == DOUBLES)
-    ((double *)out)[i] = sum;
-  else
-    ((float *)out)[i] = (float)sum;
-}
-
+/* The sums of a kind's terms. For DEVIATIONS, those are from the mean in double, which `mean` gets. */
 INLINE void reduce_kind(int kind, long outer, long pieces, long n, long inner, const char *x,
-                        double divisor, long root, void *out) {
-  long size = kind == DOUBLES ? sizeof(double) : sizeof(float);
-  if (inner == 1) {
-    for (long row = 0; row < outer; row++, x += n * size) {
-      double lanes[LANES] = {0};
-      for (long i = 0; i < pieces; i++)
-        add_terms(kind, lanes, 0, i * n, n, x + i * outer * n * size, 0, 0);
-      finish(kind, sum_of(lanes), divisor, root, out, row);
-    }
-    return;
-  }
-  for (long block = 0; block < outer; block++)
-    for (long from = 0; from < inner; from += TILE) {
-      long width = smaller(TILE, inner - from);
-      const Columns in = {.x = x + (block * n * inner + from) * size};
-      double sums[TILE];
-      sum_columns(kind, n, width, inner, in, sums, 0);
-      for (long j = 0; j < width; j++)
-        finish(kind, sums[j], divisor, root, out, block * inner + from + j);
+                        double divisor, long root, float *mean, void *out) {
+  if (inner == 1 && n == 1) n = pieces, inner = outer, outer = pieces = 1;
+  long size = kind == DOUBLES ? sizeof(double) : sizeof(float), tile = inner == 1 ? 1 : TILE;
+  long batch = inner == 1 ? pieces : n, length = inner == 1 ? n : 1;
+  long step = inner == 1 ? outer * n : inner;
+  for (long block = 0; block < outer; block++, x += n * inner * size)
+    for (long from = 0; from < inner; from += tile) {
+      long width = smaller(tile, inner - from), at = block * inner + from;
+      const char *own = x + from * size;
+      double centres[TILE], sums[TILE];
+      if (kind == DEVIATIONS) {
+        sum_channels(VALUES, batch, length, width, step, own, 0, 0, centres, 0);
+        for (long j = 0; j < width; j++) {
+          centres[j] /= (double)(pieces * n);
+          mean[at + j] = (float)centres[j];
+        }
+      }
+      sum_channels(kind, batch, length, width, step, own, 0, centres, sums, 0);
+      for (long j = 0; j < width; j++) {
+        double sum = root ? __builtin_sqrt(sums[j] / divisor) : sums[j] / divisor;
+        if (kind == DOUBLES) ((double *)out)[at + j] = sum;
+        else ((float *)out)[at + j] = (float)sum;
+      }
     }
 }
 
 /* out = the sum of a kind's terms, divided by the divisor, of which the square root if `root`. */
 PORTABLE void reduce(long kind, long outer, long pieces, long n, long inner, const void *x,
-                     double divisor, long root, void *out) {
+                     double divisor, long root, float *mean, void *out) {
 #define CASE(kind) \
-  case kind: reduce_kind(kind, outer, pieces, n, inner, x, divisor, root, out); break;
+  case kind: reduce_kind(kind, outer, pieces, n, inner, x, divisor, root, mean, out); break;
   switch (kind) {
-    CASE(VALUES)
-    CASE(SIZES)
-    CASE(SQUARES)
-    CASE(NONZEROS)
-    CASE(NUMBERS)
-    CASE(DOUBLES)
+    CASE(VALUES) CASE(SIZES) CASE(SQUARES) CASE(NONZEROS) CASE(NUMBERS) CASE(DOUBLES) CASE(DEVIATIONS)
   }
 #undef CASE
-}
-
-/* mean = sum / n; out = the sum of squared deviations / divisor, of which the square root if
-   `root`. The deviations are those from the mean in double. */
-PORTABLE void variance(long outer, long pieces, long n, long inner, const float *x, double divisor,
-                       long root, float *mean, float *out) {
-  long tile = inner == 1 ? 1 : TILE, step = inner == 1 ? outer * n : inner;
-  long batch = inner == 1 ? pieces : n, length = inner == 1 ? n : 1;
-  for (long block = 0; block < outer; block++, x += n * inner)
-    for (long from = 0; from < inner; from += tile) {
-      long width = smaller(tile, inner - from), at = block * inner + from;
-      double centres[TILE], sums[TILE];
-      sum_channels(VALUES, batch, length, width, step, x + from, 0, 0, centres, 0);
-      for (long j = 0; j < width; j++) {
-        centres[j] /= (double)(pieces * n);
-        mean[at + j] = (float)centres[j];
-      }
-      sum_channels(DEVIATIONS, batch, length, width, step, x + from, 0, centres, sums, 0);
-      for (long j = 0; j < width; j++) finish(VALUES, sums[j], divisor, root, out, at + j);
-    }
 }
 
 INLINE double next(long products, double before, float x) {

@@ -73,20 +73,18 @@ INLINE void add_blocks(int kind, double *lanes, double *also, long blocks, const
 
 /* Functions of their own, so that the code around a call can't keep a loop from being compiled for
    vectors. */
-#define BLOCKS(name, kind, also)                                                                   \
-  APART void name(double *lanes, double *more, long blocks, const void *x, const float *y, double c) { \
-    (void)more;                                                                                    \
-    add_blocks(kind, lanes, also, blocks, x, y, c);                                                \
+typedef void Blocks(double *, double *, long, const void *, const float *, double);
+#define BLOCKS(kind)                                                                      \
+  APART void blocks_of_##kind(double *lanes, double *more, long blocks, const void *x,    \
+                              const float *y, double centre) {                            \
+    add_blocks(kind, lanes, kind == PRODUCTS ? more : 0, blocks, x, y, centre);           \
   }
-BLOCKS(blocks_of_values, VALUES, 0)
-BLOCKS(blocks_of_sizes, SIZES, 0)
-BLOCKS(blocks_of_squares, SQUARES, 0)
-BLOCKS(blocks_of_nonzeros, NONZEROS, 0)
-BLOCKS(blocks_of_numbers, NUMBERS, 0)
-BLOCKS(blocks_of_doubles, DOUBLES, 0)
-BLOCKS(blocks_of_deviations, DEVIATIONS, 0)
-BLOCKS(blocks_of_dots, DOTS, 0)
-BLOCKS(blocks_of_products, PRODUCTS, more)
+BLOCKS(VALUES) BLOCKS(SIZES) BLOCKS(SQUARES) BLOCKS(NONZEROS) BLOCKS(NUMBERS) BLOCKS(DOUBLES)
+BLOCKS(DEVIATIONS) BLOCKS(DOTS) BLOCKS(PRODUCTS)
+#define NAMED(kind) [kind] = blocks_of_##kind
+static Blocks *const blocks_of[] = {NAMED(VALUES), NAMED(SIZES), NAMED(SQUARES), NAMED(NONZEROS),
+                                    NAMED(NUMBERS), NAMED(DOUBLES), NAMED(DEVIATIONS), NAMED(DOTS),
+                                    NAMED(PRODUCTS)};
 
 /* Add n terms, the first of which has the number `first`, to the lanes; for PRODUCTS also each y to
    those of `also`. */
@@ -101,16 +99,7 @@ INLINE void add_terms(int kind, double *lanes, double *also, long first, long n,
   for (; i < n && (first + i) % LANES; i++) ADD((first + i) % LANES)
   long blocks = (n - i) / LANES, size = kind == DOUBLES ? sizeof(double) : sizeof(float);
   if (blocks)
-    (kind == SIZES        ? blocks_of_sizes
-     : kind == SQUARES    ? blocks_of_squares
-     : kind == NONZEROS   ? blocks_of_nonzeros
-     : kind == NUMBERS    ? blocks_of_numbers
-     : kind == DOUBLES    ? blocks_of_doubles
-     : kind == DEVIATIONS ? blocks_of_deviations
-     : kind == DOTS       ? blocks_of_dots
-     : kind == PRODUCTS   ? blocks_of_products
-                          : blocks_of_values)(lanes, also, blocks, (const char *)x + i * size,
-                                              y ? y + i : 0, centre);
+    blocks_of[kind](lanes, also, blocks, (const char *)x + i * size, y ? y + i : 0, centre);
   i += blocks * LANES;
   for (int lane = 0; i < n; i++, lane++) ADD(lane)
 #undef ADD
@@ -133,29 +122,22 @@ typedef struct {
   const float *row_centres, *row_scales; /* SCALED: of rows */
 } Columns;
 
-/* Add one row, or EACH rows that are LANES apart, to the sums of one lane; for PRODUCTS and SCALED
+/* Add 1 or EACH rows, which are LANES apart, to the sums of one lane; for PRODUCTS and SCALED
    also each y to `also`. */
-INLINE void add_rows(int kind, int each, long row, long width, long stride, Columns in,
+INLINE void add_rows(int kind, int rows, long row, long width, long stride, Columns in,
                      double *lane, double *also) {
   int has_centres = kind == DEVIATIONS || kind == PRODUCTS, has_also = kind >= PRODUCTS;
-#define ADD(k)                                                                                  \
-  {                                                                                             \
-    long of = row + (k)*LANES, at = of * stride + j;                                            \
-    sum += term(kind, in.x, in.y, at,                                                           \
-                kind == SCALED ? (double)in.row_centres[of] : has_centres ? in.centres[j] : 0,  \
-                kind == SCALED ? (double)in.row_scales[of] : 1);                                \
-    if (has_also) more += (double)in.y[at];                                                     \
-  }
   for (long j = 0; j < width; j++) {
     double sum = lane[j], more = has_also ? also[j] : 0;
-    ADD(0)
-    if (each) ADD(1)
-    if (each) ADD(2)
-    if (each) ADD(3)
+    _Pragma("GCC unroll 4") for (long of = row; of < row + rows * LANES; of += LANES) {
+      long at = of * stride + j;
+      double centre = kind == SCALED ? (double)in.row_centres[of] : has_centres ? in.centres[j] : 0;
+      sum += term(kind, in.x, in.y, at, centre, kind == SCALED ? (double)in.row_scales[of] : 1);
+      if (has_also) more += (double)in.y[at];
+    }
     lane[j] = sum;
     if (has_also) also[j] = more;
   }
-#undef ADD
 }
 
 /* The sums over n rows of up to TILE columns; for PRODUCTS and SCALED also those of y. */
@@ -170,10 +152,10 @@ INLINE void sum_columns(int kind, long n, long width, long stride, Columns in, d
     for (int lane = 0; lane < LANES; lane++) {
       double *to = lanes[lane][0], *then = lanes[lane][1];
       if (from + LANES * EACH <= n)
-        add_rows(kind, 1, from + lane, width, stride, in, to, then);
+        add_rows(kind, EACH, from + lane, width, stride, in, to, then);
       else
         for (long row = from + lane; row < n; row += LANES)
-          add_rows(kind, 0, row, width, stride, in, to, then);
+          add_rows(kind, 1, row, width, stride, in, to, then);
     }
   for (long j = 0; j < width; j++) out[j] = sum_apart(&lanes[0][0][j], 2 * TILE);
   for (long j = 0; kind >= PRODUCTS && j < width; j++)
@@ -182,7 +164,7 @@ INLINE void sum_columns(int kind, long n, long width, long stride, Columns in, d
 
 /* The sums over channels: up to TILE of them if `length` is 1, else one. Of `batch` examples, those
    of the next lie `step` on. */
-INLINE void sum_channels(int kind, long batch, long length, long width, long step, const float *x,
+INLINE void sum_channels(int kind, long batch, long length, long width, long step, const void *x,
                          const float *y, const double *centres, double *out, double *also) {
   if (length == 1) {
     const Columns in = {.x = x, .y = y, .centres = centres};
@@ -190,9 +172,10 @@ INLINE void sum_channels(int kind, long batch, long length, long width, long ste
     return;
   }
   double lanes[LANES] = {0}, more[LANES] = {0};
+  step *= kind == DOUBLES ? sizeof(double) : sizeof(float);
   for (long i = 0; i < batch; i++)
-    add_terms(kind, lanes, more, i * length, length, x + i * step, y ? y + i * step : 0,
-              centres ? *centres : 0);
+    add_terms(kind, lanes, more, i * length, length, (const char *)x + i * step,
+              y ? (const float *)((const char *)y + i * step) : 0, centres ? *centres : 0);
   *out = sum_of(lanes);
   if (kind == PRODUCTS) *also = sum_of(more);
 }

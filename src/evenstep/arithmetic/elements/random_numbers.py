@@ -21,7 +21,7 @@ from evenstep.arithmetic.operations import composed, kernel
 aten = torch.ops.aten
 
 _normals = Function("normals", "lpp")
-_exponentials = Function("exponentials", "lpp")
+_exponentials = Function("unary_exponential", "lpp")
 
 _DIGITS = decimal.Context(prec=30)
 _Generator = torch.Generator | None

@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 
-from evenstep.arithmetic.arrays import Scalar, addresses, aligned, is_float32
+from evenstep.arithmetic.arrays import Scalar, is_float32
+from evenstep.arithmetic.elements.elementwise import apply
 from evenstep.arithmetic.native import Function
 from evenstep.arithmetic.operations import kernel
 
 aten = torch.ops.aten
 
-_remainders = Function("remainders", "lppp")
+_remainder = Function("binary_remainder", "lppp")
 
 
 @kernel("fmod.Tensor", "fmod.Scalar")
@@ -21,10 +22,7 @@ def fmod(a: torch.Tensor, b: torch.Tensor | Scalar) -> torch.Tensor:
     pair = _float32(a, b)
     if pair is None:
         return NotImplemented
-    arrays = aligned(*pair)
-    out = torch.empty_like(arrays[0])
-    _remainders(out.numel(), *addresses(arrays), out.data_ptr())
-    return out
+    return apply(_remainder, tuple(pair))
 
 
 def _float32(*values: Any) -> list[torch.Tensor] | None:

@@ -31,7 +31,6 @@ aten = torch.ops.aten
 
 _convolve = Function("convolve", "pppppp")
 _convolve_for_weights = Function("convolve_for_weights", "ppppp")
-_reduce = Function("reduce", "lllllpdlp")
 
 _BLOCK = 1024  # output positions, of one example or several, to compute at a time
 _CHUNK = 64  # CHUNK in C
@@ -138,20 +137,9 @@ def convolution_backward(
         wide, narrow = (of_out, source) if transposed else (source, of_out)
         _run_for_weights(wide, narrow, of_weight, window)
         of_weight = of_weight.contiguous(memory_format=layout)  # faster than to compute it so
-    return of_source, of_weight, _of_bias(of_out) if output_mask[2] else None
-
-
-def _of_bias(of_out: torch.Tensor) -> torch.Tensor:
-    examples, channels, *space = of_out.shape
-    positions = math.prod(space)
-    out = torch.empty(channels, dtype=torch.float32)
-    if layout_of(of_out) is torch.contiguous_format:
-        of_out = of_out.contiguous()
-        sizes = channels, examples, positions, 1
-    else:
-        sizes = 1, 1, examples * positions, channels
-    _reduce(VALUES, *sizes, of_out.data_ptr(), 1.0, False, out.data_ptr())
-    return out
+    if not output_mask[2]:
+        return of_source, of_weight, None
+    return of_source, of_weight, reduced_to(VALUES, of_out, [0, *range(2, of_out.ndim)], False)
 
 
 def gradients_by_shard(

@@ -8,7 +8,9 @@ so that of negative zeros is +0.
 
 from __future__ import annotations
 
+import functools
 import math
+from typing import Any
 
 import torch
 
@@ -19,12 +21,11 @@ from evenstep.arithmetic.sums.arranged import Dims, arrangement, sizes_around
 
 aten = torch.ops.aten
 
-_reduce = Function("reduce", "lllllpdlp")
-_variance = Function("variance", "llllpdlpp")
+_reduce = Function("reduce", "lllllpdlpp")
 _cumulate = Function("cumulate", "llllppp")
 _log_sum_exp = Function("log_sum_exp", "llppp")
 
-VALUES, SIZES, SQUARES, NONZEROS, NUMBERS, DOUBLES = range(6)  # as in c/sums.h
+VALUES, SIZES, SQUARES, NONZEROS, NUMBERS, DOUBLES, DEVIATIONS = range(7)  # as in c/sums.h
 
 
 def reduced_to(
@@ -43,7 +44,7 @@ def reduced_to(
     kind = DOUBLES if x.dtype is torch.float64 else kind
     _reduce(
         *(kind, to.outer, to.pieces, to.n, to.inner, array.data_ptr()),
-        *(to.pieces * to.n if is_mean else 1, root, out.data_ptr()),
+        *(to.pieces * to.n if is_mean else 1, root, None, out.data_ptr()),
     )
     return to.finished(out)
 
@@ -104,55 +105,42 @@ def trace(x: torch.Tensor) -> torch.Tensor:
     return reduced_to(VALUES, x.diagonal(), None, False) if _is_summed(x) else NotImplemented
 
 
-def _moments(
-    x: torch.Tensor, dim: Dims, correction: Scalar | None, keepdim: bool, root: bool
+@kernel("var_mean.correction")
+def var_mean(
+    x: torch.Tensor,
+    dim: Dims = None,
+    *,
+    correction: Scalar | None = None,
+    keepdim: bool = False,
+    root: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the variance, or the standard deviation, and the mean.
+    """Return the variance, or its square root, the standard deviation, and the mean.
 
     The mean is the sum / n in double; the variance is the sum of (x − mean)² divided by
     max(0, n − correction), in double with the mean before it is rounded.
     """
+    if not is_float32(x):
+        return NotImplemented
     to = arrangement(x, dim, keepdim)
     array = to.array(x)
     spread, centre = x.new_empty(to.shape), x.new_empty(to.shape)
     divisor = max(0.0, to.pieces * to.n - (1 if correction is None else float(correction)))
-    _variance(
-        *(to.outer, to.pieces, to.n, to.inner, array.data_ptr(), divisor, root),
+    _reduce(
+        *(DEVIATIONS, to.outer, to.pieces, to.n, to.inner, array.data_ptr(), divisor, root),
         *(centre.data_ptr(), spread.data_ptr()),
     )
     return to.finished(spread), to.finished(centre)
 
 
-@kernel("var_mean.correction")
-def var_mean(
-    x: torch.Tensor, dim: Dims = None, *, correction: Scalar | None = None, keepdim: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the variance and the mean."""
-    return _moments(x, dim, correction, keepdim, False) if is_float32(x) else NotImplemented
-
-
-@kernel("std_mean.correction")
-def std_mean(
-    x: torch.Tensor, dim: Dims = None, *, correction: Scalar | None = None, keepdim: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the standard deviation, √variance in double, rounded once, and the mean."""
-    return _moments(x, dim, correction, keepdim, True) if is_float32(x) else NotImplemented
-
-
 @kernel("var.correction")
-def var(
-    x: torch.Tensor, dim: Dims = None, *, correction: Scalar | None = None, keepdim: bool = False
-) -> torch.Tensor:
-    """Return the variance."""
-    return _moments(x, dim, correction, keepdim, False)[0] if is_float32(x) else NotImplemented
+def var(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Return the variance, or the standard deviation."""
+    moments = var_mean(x, *args, **kwargs)
+    return moments if moments is NotImplemented else moments[0]
 
 
-@kernel("std.correction")
-def std(
-    x: torch.Tensor, dim: Dims = None, *, correction: Scalar | None = None, keepdim: bool = False
-) -> torch.Tensor:
-    """Return the standard deviation."""
-    return _moments(x, dim, correction, keepdim, True)[0] if is_float32(x) else NotImplemented
+kernel("std_mean.correction")(functools.partial(var_mean, root=True))
+kernel("std.correction")(functools.partial(var, root=True))
 
 
 @kernel("linalg_vector_norm")
