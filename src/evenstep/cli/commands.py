@@ -6,6 +6,7 @@ shell completion and the check of options answer at once.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +21,11 @@ from evenstep.cli.terminal.files import OutputFile
 from evenstep.cli.terminal.loading import loading
 from evenstep.limits import BOOK_EXPERIMENTS, MOST_DEVICES
 
-_COMPARED = "What is compared"
+_command = functools.partial(click.command, cls=GroupedCommand)
+_compared = functools.partial(click.option, cls=GroupedOption, group="What is compared")
+_as_json = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object and nothing else."
+)
 
 
 def _usable_cores() -> int:
@@ -29,8 +34,7 @@ def _usable_cores() -> int:
     return usable_cores()
 
 
-@click.command(
-    cls=GroupedCommand,
+@_command(
     example="evenstep train --epochs 2 --checkpoint-dir runs/first --trace run.trace",
     prints="fingerprint    ...",
 )
@@ -49,17 +53,14 @@ def train(experiment: ExperimentOptions, layout: LayoutOptions) -> None:
     train(experiment, layout)
 
 
-@click.command(
-    cls=GroupedCommand,
+@_command(
     example="evenstep verify --steps 5 --devices 1,2",
     prints="identical: the same bits after each of 5 steps on 1 and 2 devices",
 )
 @takes_options(experiment=ExperimentOptions)
-@click.option(
+@_compared(
     "--devices",
     "wanted",
-    cls=GroupedOption,
-    group=_COMPARED,
     default="1,2,3",
     show_default=True,
     metavar="N,N,...",
@@ -79,13 +80,12 @@ def verify(context: click.Context, experiment: ExperimentOptions, wanted: str) -
     context.exit(0 if verify(experiment, wanted) else 1)
 
 
-@click.command(
-    cls=GroupedCommand,
+@_command(
     example="evenstep explain run.trace --html timeline.html",
     prints="12 steps in ... s, ... ms each; ... s between them are not counted",
 )
 @click.argument("file", metavar="FILE", type=click.Path())
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+@_as_json
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE",
               help="Write a page with a timeline of the last steps.")  # fmt: skip
 def explain(file: str, as_json: bool, html: Path | None) -> None:
@@ -100,8 +100,7 @@ def explain(file: str, as_json: bool, html: Path | None) -> None:
     explain(file, as_json=as_json, page=html)
 
 
-@click.command(
-    cls=GroupedCommand,
+@_command(
     example="evenstep export --checkpoint runs/first --out net.pt2",
     prints="max difference  ... on 64 test examples",
 )
@@ -130,8 +129,7 @@ def export(checkpoint: Path, out: str) -> None:
     export(checkpoint, out)
 
 
-@click.command(
-    cls=GroupedCommand,
+@_command(
     example="evenstep devices",
     prints="The number of devices does not change a result by a single bit. These do:",
 )
@@ -143,12 +141,11 @@ def devices() -> None:
     devices()
 
 
-@click.command(
-    cls=GroupedCommand,
+@_command(
     example="evenstep doctor --model lenet",
     prints="lenet: all 23 operations are portable",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+@_as_json
 @click.option("--model", metavar="MODEL",
               help="Say instead which operations of this model are portable.")  # fmt: skip
 @click.option("--data", default="digits", show_default=True,
@@ -167,8 +164,7 @@ def doctor(environment: Mapping[str, str], as_json: bool, model: str | None, dat
         operations(model, data, as_json=as_json)
 
 
-@click.command(
-    cls=GroupedCommand,
+@_command(
     example="evenstep record --out one.rec train.py",
     prints="recording at most 100 steps, 1024 MB for each process",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
@@ -219,14 +215,13 @@ def record(
     context.exit(record(out, command, options, environment=environment))
 
 
-@click.command(
-    cls=GroupedCommand,
+@_command(
     example="evenstep compare one.rec two.rec",
     prints="they begin with different weights",
 )
 @click.argument("one", metavar="RECORD", type=click.Path(path_type=Path))
 @click.argument("other", metavar="RECORD", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+@_as_json
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE",
               help="Write a page that shows the two runs side by side.")  # fmt: skip
 @click.pass_context
@@ -243,8 +238,7 @@ def compare(
     context.exit(0 if compare(one, other, as_json=as_json, page=html) else 1)
 
 
-@click.command(
-    cls=GroupedCommand,
+@_command(
     example="evenstep reproduce --quick --only waiting",
     prints="waiting: sums: gain: ...",
 )
@@ -299,18 +293,14 @@ def bench() -> None:
     example="evenstep bench scaling --devices 1,2 --quick",
     prints="devices  batch  examples/s  ...  speed-up  efficiency  busy  ...",
 )
-@click.option(
+@_compared(
     "--devices",
     "wanted",
-    cls=GroupedOption,
-    group=_COMPARED,
     metavar="N,N,...",
     help="Numbers of devices; by default 1, 2, 4 and so on, up to the number of cores.",
 )
-@click.option(
+@_compared(
     *("--compile", "compiled"),
-    cls=GroupedOption,
-    group=_COMPARED,
     is_flag=True,
     help="Compile the shards.",
 )
@@ -333,10 +323,8 @@ def bench_scaling(plan: Plan, wanted: str | None, compiled: bool) -> None:
     example="evenstep bench peers --quick",
     prints="examples/s  least to most  of evenstep's",
 )
-@click.option(
+@_compared(
     "--workers",
-    cls=GroupedOption,
-    group=_COMPARED,
     type=click.IntRange(min=2, max=MOST_DEVICES),
     default=lambda: max(2, _usable_cores()),
     show_default="the cores",
@@ -361,20 +349,16 @@ def bench_peers(plan: Plan, workers: int) -> None:
     example="evenstep bench shards --numbers 2,16 --quick",
     prints="V  largest shard  examples/s  ...  over V = 8",
 )
-@click.option(
+@_compared(
     "--numbers",
     "wanted",
-    cls=GroupedOption,
-    group=_COMPARED,
     default="2,4,8,16",
     show_default=True,
     metavar="N,N,...",
     help="Numbers of shards, which are compared with --shards.",
 )
-@click.option(
+@_compared(
     "--workers",
-    cls=GroupedOption,
-    group=_COMPARED,
     type=click.IntRange(min=1, max=MOST_DEVICES),
     default=_usable_cores,
     show_default="the cores",

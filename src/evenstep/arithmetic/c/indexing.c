@@ -23,8 +23,7 @@ PORTABLE void add_rows(long outer, long n, long depth, long length, const int64_
   *wrong = count;
 }
 
-/* out[o][at[o][i][j]][j] += values[o][i][j] for i = 0, 1, ...: as above, with a place for each
-   number. */
+/* out[o][at[o][i][j]][j] += values[o][i][j] for i = 0, 1, ...: each number has a place. */
 PORTABLE void add_elements(long outer, long n, long depth, long length, const int64_t *at,
                            const float *values, float *out, int64_t *wrong) {
   int64_t count = 0;

@@ -21,7 +21,8 @@ INLINE void reduce_kind(int kind, long outer, long pieces, long n, long inner, c
           mean[at + j] = (float)centres[j];
         }
       }
-      sum_channels(kind, batch, length, width, step, own, 0, centres, sums, 0);
+      const double *from_mean = kind == DEVIATIONS ? centres : 0;
+      sum_channels(kind, batch, length, width, step, own, 0, from_mean, sums, 0);
       for (long j = 0; j < width; j++) {
         double sum = root ? __builtin_sqrt(sums[j] / divisor) : sums[j] / divisor;
         if (kind == DOUBLES) ((double *)out)[at + j] = sum;

@@ -109,7 +109,7 @@ INLINE void add_terms(int kind, double *lanes, double *also, long first, long n,
 INLINE double sum_row(int kind, long n, const void *x, const float *y, double centre,
                       double *also) {
   double lanes[LANES] = {0}, more[LANES] = {0};
-  add_terms(kind, lanes, more, 0, n, x, y, centre);
+  add_terms(kind, lanes, kind == PRODUCTS ? more : 0, 0, n, x, y, centre);
   if (kind == PRODUCTS) *also = sum_of(more);
   return sum_of(lanes);
 }
@@ -174,8 +174,9 @@ INLINE void sum_channels(int kind, long batch, long length, long width, long ste
   double lanes[LANES] = {0}, more[LANES] = {0};
   step *= kind == DOUBLES ? sizeof(double) : sizeof(float);
   for (long i = 0; i < batch; i++)
-    add_terms(kind, lanes, more, i * length, length, (const char *)x + i * step,
-              y ? (const float *)((const char *)y + i * step) : 0, centres ? *centres : 0);
+    add_terms(kind, lanes, kind == PRODUCTS ? more : 0, i * length, length,
+              (const char *)x + i * step, y ? (const float *)((const char *)y + i * step) : 0,
+              centres ? *centres : 0);
   *out = sum_of(lanes);
   if (kind == PRODUCTS) *also = sum_of(more);
 }

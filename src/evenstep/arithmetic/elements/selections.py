@@ -12,13 +12,13 @@ from evenstep.arithmetic.arrays import Scalar
 from evenstep.arithmetic.operations import kernel
 
 
-@kernel("maximum", "max.other")
+@kernel("maximum", "max.other", "clamp_min.Tensor")
 def maximum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return a where a > b or a is NaN, else b."""
     return torch.where((a > b) | (a != a), a, b)
 
 
-@kernel("minimum", "min.other")
+@kernel("minimum", "min.other", "clamp_max.Tensor")
 def minimum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return a where a < b or a is NaN, else b."""
     return torch.where((a < b) | (a != a), a, b)
@@ -32,18 +32,6 @@ def clamp(
     if low is not None:
         x = maximum(x, low)
     return x if high is None else minimum(x, high)
-
-
-@kernel("clamp_min.Tensor")
-def clamp_min(x: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """Return the maximum of x and `low`."""
-    return maximum(x, low)
-
-
-@kernel("clamp_max.Tensor")
-def clamp_max(x: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    """Return the minimum of x and `high`."""
-    return minimum(x, high)
 
 
 @kernel("hardtanh_backward")

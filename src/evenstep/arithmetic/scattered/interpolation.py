@@ -9,12 +9,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from evenstep.arithmetic.arrays import is_float32, layout_of
+from evenstep.arithmetic.arrays import addresses, is_float32, layout_of
 from evenstep.arithmetic.native import Function
 from evenstep.arithmetic.operations import composed, kernel, operation
-from evenstep.arithmetic.scattered.pooling import Boxes, boxes_of, means
-
-aten = torch.ops.aten
+from evenstep.arithmetic.scattered.pooling import Boxes, arranged, boxes_of, means
 
 _interpolated = Function("interpolated", "lllllpppp")
 _interpolated_gradients = Function("interpolated_gradients", "lllllpppp")
@@ -81,93 +79,52 @@ def _shown(
     return boxes_of(after, axes, [1.0] * math.prod(before))
 
 
-def _along(sizes: Sequence[int], axis: int, together: int) -> tuple[int, int]:
-    """Return how many numbers lie before and behind an axis in memory (`together`: of channels)."""
-    return math.prod(sizes[:axis]), math.prod(sizes[axis + 1 :]) * together
-
-
-def _resized(values: torch.Tensor, sizes: Sequence[int], axes: Sequence[Taps]) -> torch.Tensor:
-    layout = layout_of(values)
-    values = values.contiguous(memory_format=layout)
-    channels = 1 if layout is torch.contiguous_format else values.shape[1]
-    planes = math.prod(values.shape[:2]) // channels if channels else 0
+def _resized(
+    values: torch.Tensor, sizes: Sequence[int], axes: Sequence[Taps], *, back: bool = False
+) -> torch.Tensor:
+    """Resize each axis, the last first; or, if `back`, return gradients, the first axis first."""
     space = list(values.shape[2:])
-    for axis in reversed(range(len(space))):
-        outer, inner = _along([planes, *space], axis + 1, channels)
-        at, weight = axes[axis]
-        before, space[axis] = space[axis], sizes[axis]
-        result = torch.empty((*values.shape[:2], *space), dtype=values.dtype, memory_format=layout)
-        if result.numel():
-            shape = (outer, before, sizes[axis], inner, at.shape[1])
-            tables = (at.data_ptr(), weight.data_ptr())
-            _interpolated(*shape, *tables, values.data_ptr(), result.data_ptr())
+    values, channels = arranged(values, len(space))
+    planes = math.prod(values.shape[:2]) // channels if channels else 0
+    run = _interpolated_gradients if back else _interpolated
+    for axis in range(len(space)) if back else reversed(range(len(space))):
+        given, space[axis] = space[axis], sizes[axis]
+        shape = (*values.shape[:2], *space)
+        result = torch.empty(shape, dtype=values.dtype, memory_format=layout_of(values))
+        if back:
+            result.zero_()
+        if values.numel():
+            at, weight = axes[axis]
+            run(
+                planes * math.prod(space[:axis]),
+                *((sizes[axis], given) if back else (given, sizes[axis])),
+                *(math.prod(space[axis + 1 :]) * channels, at.shape[1]),
+                *addresses([at, weight, values, result]),
+            )
         values = result
     return values
 
 
-def _gradients(grad: torch.Tensor, sizes: Sequence[int], axes: Sequence[Taps]) -> torch.Tensor:
-    layout = layout_of(grad)
-    grad = grad.contiguous(memory_format=layout)
-    channels = 1 if layout is torch.contiguous_format else grad.shape[1]
-    planes = math.prod(grad.shape[:2]) // channels if channels else 0
-    space = list(grad.shape[2:])
-    for axis, (at, weight) in enumerate(axes):
-        outer, inner = _along([planes, *space], axis + 1, channels)
-        after, space[axis] = space[axis], sizes[axis]
-        result = torch.empty((*grad.shape[:2], *space), dtype=grad.dtype, memory_format=layout)
-        result.zero_()
-        if grad.numel():
-            shape = (outer, sizes[axis], after, inner, at.shape[1])
-            tables = (at.data_ptr(), weight.data_ptr())
-            _interpolated_gradients(*shape, *tables, grad.data_ptr(), result.data_ptr())
-        grad = result
-    return grad
-
-
-@kernel("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d")
-def upsample_linear(
-    values: torch.Tensor,
-    output_size: Sequence[int],
-    align_corners: bool,
-    *scales: float | None,
-    **named: float | None,
-) -> torch.Tensor:
-    """Interpolate linearly along each axis, the last first: x₀ (1 − w) + x₁ w, the second fused."""
-    return _forward(_linear, values, output_size, align_corners, scales, named)
-
-
-@kernel("upsample_bicubic2d")
-def upsample_cubic(
-    values: torch.Tensor,
-    output_size: Sequence[int],
-    align_corners: bool,
-    *scales: float | None,
-    **named: float | None,
-) -> torch.Tensor:
-    """Interpolate by cubic convolution along each axis, the last first, from left to right."""
-    return _forward(_cubic, values, output_size, align_corners, scales, named)
-
-
-def _forward(
+def _interpolate(
     of: Callable[..., Taps],
     values: torch.Tensor,
     output_size: Sequence[int],
-    flag: bool,
-    scales: Sequence[float | None],
-    named: dict[str, float | None],
+    align_corners: bool,
+    *scales: float | None,
+    **named: float | None,
 ) -> torch.Tensor:
+    """Interpolate along each axis, the last first: x₀ w₀ + x₁ w₁ + …, all but the first fused."""
     if not is_float32(values):
         return NotImplemented
-    return _resized(
-        values, output_size, _axes(of, values.shape[2:], output_size, flag, scales, named)
-    )
+    axes = _axes(of, values.shape[2:], output_size, align_corners, scales, named)
+    return _resized(values, output_size, axes)
 
 
 def _axes(
     of: Callable[..., Taps],
     before: Sequence[int],
     after: Sequence[int],
-    flag: bool,
+    align_corners: bool,
     scales: Sequence[float | None],
     named: dict[str, float | None],
 ) -> list[Taps]:
@@ -177,7 +134,9 @@ def _axes(
             f"Input and output sizes should be greater than 0, but got {list(before)} and "
             f"{list(after)}"
         )
-    return [of(*one, flag, scale) for *one, scale in zip(before, after, given, strict=True)]
+    return [
+        of(*sizes, align_corners, scale) for *sizes, scale in zip(before, after, given, strict=True)
+    ]
 
 
 def _given(
@@ -188,10 +147,8 @@ def _given(
     return [*scales, *(named.get(name) for name in names[len(scales) :])]
 
 
-@kernel(
-    "upsample_linear1d_backward", "upsample_bilinear2d_backward", "upsample_trilinear3d_backward"
-)
-def upsample_linear_backward(
+def _interpolate_backward(
+    of: Callable[..., Taps],
     grad: torch.Tensor,
     output_size: Sequence[int],
     input_size: Sequence[int],
@@ -200,110 +157,26 @@ def upsample_linear_backward(
     **named: float | None,
 ) -> torch.Tensor:
     """Return sums of weight · grad, fused, along each axis, the first axis first, in order."""
-    return _backward(_linear, grad, input_size, align_corners, scales, named)
+    if not is_float32(grad):
+        return NotImplemented
+    space = input_size[2:]
+    axes = _axes(of, space, grad.shape[2:], align_corners, scales, named)
+    return _resized(grad, space, axes, back=True)
 
 
-@kernel("upsample_bicubic2d_backward")
-def upsample_cubic_backward(
-    grad: torch.Tensor,
-    output_size: Sequence[int],
-    input_size: Sequence[int],
-    align_corners: bool,
-    *scales: float | None,
-    **named: float | None,
-) -> torch.Tensor:
-    """Return sums of weight · grad, fused, along each axis, the first axis first, in order."""
-    return _backward(_cubic, grad, input_size, align_corners, scales, named)
-
-
-@kernel("upsample_nearest1d_backward", "upsample_nearest2d_backward", "upsample_nearest3d_backward")
-def upsample_nearest_backward(
-    grad: torch.Tensor,
-    output_size: Sequence[int],
-    input_size: Sequence[int],
-    *scales: float | None,
-    **named: float | None,
-) -> torch.Tensor:
-    """Return sums of grad where a number is shown: columns first, then from left to right."""
-    return _sums(grad, input_size, False, scales, named)
-
-
-@kernel(
-    "_upsample_nearest_exact1d_backward",
-    "_upsample_nearest_exact2d_backward",
-    "_upsample_nearest_exact3d_backward",
-)
-def upsample_nearest_exact_backward(
-    grad: torch.Tensor,
-    output_size: Sequence[int],
-    input_size: Sequence[int],
-    *scales: float | None,
-    **named: float | None,
-) -> torch.Tensor:
-    """Return sums of grad where a number is shown: columns first, then from left to right."""
-    return _sums(grad, input_size, True, scales, named)
-
-
-def _sums(
-    grad: torch.Tensor,
-    input_size: Sequence[int],
+def _nearest_backward(
     exact: bool,
-    scales: Sequence[float | None],
-    named: dict[str, float | None],
+    grad: torch.Tensor,
+    output_size: Sequence[int],
+    input_size: Sequence[int],
+    *scales: float | None,
+    **named: float | None,
 ) -> torch.Tensor:
+    """Return sums of grad where a number is shown: columns first, then from left to right."""
     if not is_float32(grad):
         return NotImplemented
     before, after = tuple(input_size[2:]), tuple(grad.shape[2:])
     return means(grad, _shown(before, after, exact, tuple(_given(len(before), scales, named))))
-
-
-def _backward(
-    of: Callable[..., Taps],
-    grad: torch.Tensor,
-    input_size: Sequence[int],
-    flag: bool,
-    scales: Sequence[float | None],
-    named: dict[str, float | None],
-) -> torch.Tensor:
-    if not is_float32(grad):
-        return NotImplemented
-    space = input_size[2:]
-    return _gradients(grad, space, _axes(of, space, grad.shape[2:], flag, scales, named))
-
-
-# ---- sizes by factors, as in inference mode
-
-
-@composed("upsample_linear1d.vec")
-def upsample_linear1d(
-    values: torch.Tensor, sizes: list[int] | None, align_corners: bool, factors: list[float] | None
-) -> torch.Tensor:
-    """Interpolate to a size, or by a factor."""
-    return _by(aten.upsample_linear1d, values, sizes, align_corners, factors)
-
-
-@composed("upsample_bilinear2d.vec")
-def upsample_bilinear2d(
-    values: torch.Tensor, sizes: list[int] | None, align_corners: bool, factors: list[float] | None
-) -> torch.Tensor:
-    """Interpolate to a size, or by factors."""
-    return _by(aten.upsample_bilinear2d, values, sizes, align_corners, factors)
-
-
-@composed("upsample_trilinear3d.vec")
-def upsample_trilinear3d(
-    values: torch.Tensor, sizes: list[int] | None, align_corners: bool, factors: list[float] | None
-) -> torch.Tensor:
-    """Interpolate to a size, or by factors."""
-    return _by(aten.upsample_trilinear3d, values, sizes, align_corners, factors)
-
-
-@composed("upsample_bicubic2d.vec")
-def upsample_bicubic2d(
-    values: torch.Tensor, sizes: list[int] | None, align_corners: bool, factors: list[float] | None
-) -> torch.Tensor:
-    """Interpolate to a size, or by factors."""
-    return _by(aten.upsample_bicubic2d, values, sizes, align_corners, factors)
 
 
 def _by(
@@ -313,8 +186,19 @@ def _by(
     align_corners: bool,
     factors: list[float] | None,
 ) -> torch.Tensor:
+    """Interpolate to a size, or by factors, as in inference mode."""
     if sizes is None:
         assert factors is not None
         sizes = [int(size * by) for size, by in zip(values.shape[2:], factors, strict=True)]
     scales = factors or itertools.repeat(None, len(sizes))
     return resize(values, sizes, align_corners, *scales)
+
+
+for _name in ("linear1d", "bilinear2d", "trilinear3d", "bicubic2d"):
+    _taps_of = _cubic if _name == "bicubic2d" else _linear
+    kernel(f"upsample_{_name}")(functools.partial(_interpolate, _taps_of))
+    kernel(f"upsample_{_name}_backward")(functools.partial(_interpolate_backward, _taps_of))
+    composed(f"upsample_{_name}.vec")(functools.partial(_by, operation(f"upsample_{_name}")))
+for _ndim in ("1d", "2d", "3d"):
+    kernel(f"upsample_nearest{_ndim}_backward")(functools.partial(_nearest_backward, False))
+    kernel(f"_upsample_nearest_exact{_ndim}_backward")(functools.partial(_nearest_backward, True))

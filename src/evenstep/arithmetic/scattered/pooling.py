@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Sequence
 from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
@@ -14,8 +14,6 @@ from evenstep.arithmetic.arrays import is_float32, layout_of
 from evenstep.arithmetic.native import Function, scratch
 from evenstep.arithmetic.operations import kernel
 from evenstep.arithmetic.scattered.indexing import add_elements, add_rows
-
-aten = torch.ops.aten
 
 _box_means = Function("box_means", "llpppppp")
 _box_gradients = Function("box_gradients", "llpppppp")
@@ -94,7 +92,7 @@ def _parts(before: tuple[int, ...], after: tuple[int, ...]) -> Boxes:
     return boxes_of(before, axes, [float(math.prod(one)) for one in product(*widths)])
 
 
-def _arranged(tensor: torch.Tensor, ndim: int) -> tuple[torch.Tensor, int]:
+def arranged(tensor: torch.Tensor, ndim: int) -> tuple[torch.Tensor, int]:
     """Return a dense tensor, and how many of its channels lie together in memory: 1 or all."""
     layout = layout_of(tensor)
     together = layout is not torch.contiguous_format and tensor.ndim == ndim + 2
@@ -104,7 +102,7 @@ def _arranged(tensor: torch.Tensor, ndim: int) -> tuple[torch.Tensor, int]:
 def means(values: torch.Tensor, boxes: Boxes) -> torch.Tensor:
     """Return the sums of boxes, columns first, divided by what they are divided by."""
     ndim = len(boxes.sizes)
-    values, channels = _arranged(values, ndim)
+    values, channels = arranged(values, ndim)
     shape = (*values.shape[:-ndim], *boxes.sizes)
     out = torch.empty(shape, dtype=values.dtype, memory_format=layout_of(values))
     if out.numel():
@@ -119,7 +117,7 @@ def means(values: torch.Tensor, boxes: Boxes) -> torch.Tensor:
 def _gradients(grad: torch.Tensor, like: torch.Tensor, boxes: Boxes) -> torch.Tensor:
     ndim = len(boxes.sizes)
     _check_shape(grad, (*like.shape[:-ndim], *boxes.sizes))
-    grad, channels = _arranged(grad, ndim)
+    grad, channels = arranged(grad, ndim)
     result = torch.empty(like.shape, dtype=grad.dtype, memory_format=layout_of(grad)).zero_()
     if grad.numel():
         _box_gradients(
@@ -216,55 +214,29 @@ def adaptive_avg_pool(values: torch.Tensor, output_size: Sequence[int]) -> torch
     return means(values, _parts(tuple(values.shape[-ndim:]), tuple(output_size)))
 
 
-@kernel("_adaptive_avg_pool2d_backward")
-def adaptive_avg_pool2d_backward(grad: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def _adaptive_avg_pool_backward(
+    ndim: int, grad: torch.Tensor, values: torch.Tensor
+) -> torch.Tensor:
     """Return the gradient of adaptive average pooling, summed as for `avg_pool_backward`."""
     if not is_float32(grad, values):
         return NotImplemented
-    return _gradients(grad, values, _parts(tuple(values.shape[-2:]), tuple(grad.shape[-2:])))
+    return _gradients(grad, values, _parts(tuple(values.shape[-ndim:]), tuple(grad.shape[-ndim:])))
 
 
-@kernel("_adaptive_avg_pool3d_backward")
-def adaptive_avg_pool3d_backward(grad: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of adaptive average pooling, summed as for `avg_pool_backward`."""
-    if not is_float32(grad, values):
-        return NotImplemented
-    return _gradients(grad, values, _parts(tuple(values.shape[-3:]), tuple(grad.shape[-3:])))
-
-
-# ---- maxima
-
-
-@kernel("max_pool2d_with_indices_backward", "adaptive_max_pool2d_backward")
-def max_pool2d_backward(
-    grad: torch.Tensor, values: torch.Tensor, *options: object, indices: torch.Tensor | None = None
+def _max_pool_backward(
+    ndim: int,
+    grad: torch.Tensor,
+    values: torch.Tensor,
+    *options: object,
+    indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return, for each element, the sum of grad where it is the maximum, in row-major order."""
-    return _of_maxima(grad, values, _last(options, indices), 2)
-
-
-@kernel("max_pool3d_with_indices_backward", "adaptive_max_pool3d_backward")
-def max_pool3d_backward(
-    grad: torch.Tensor, values: torch.Tensor, *options: object, indices: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return, for each element, the sum of grad where it is the maximum, in row-major order."""
-    return _of_maxima(grad, values, _last(options, indices), 3)
-
-
-def _last(options: tuple[object, ...], indices: torch.Tensor | None) -> torch.Tensor:
-    found = options[-1] if indices is None else indices
-    assert isinstance(found, torch.Tensor)
-    return found
-
-
-def _of_maxima(
-    grad: torch.Tensor, values: torch.Tensor, indices: torch.Tensor, ndim: int
-) -> torch.Tensor:
+    indices = cast(torch.Tensor, options[-1]) if indices is None else indices
     if not is_float32(grad, values):
         return NotImplemented
     _check_shape(grad, indices.shape)
     _check_shape(grad, (*values.shape[:-ndim], *grad.shape[-ndim:]))
-    indices, channels = _arranged(indices, ndim)
+    indices, channels = arranged(indices, ndim)
     layout = layout_of(indices)
     grad = grad.contiguous(memory_format=layout)
     result = torch.empty(values.shape, dtype=grad.dtype, memory_format=layout).zero_()
@@ -275,3 +247,12 @@ def _of_maxima(
         else:
             add_elements(result, indices, grad, blocks=blocks, length=channels)
     return result
+
+
+for _ndim in (2, 3):
+    kernel(f"_adaptive_avg_pool{_ndim}d_backward")(
+        functools.partial(_adaptive_avg_pool_backward, _ndim)
+    )
+    kernel(f"max_pool{_ndim}d_with_indices_backward", f"adaptive_max_pool{_ndim}d_backward")(
+        functools.partial(_max_pool_backward, _ndim)
+    )

@@ -7,9 +7,10 @@ have the layout of the input, as torch's.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -65,7 +66,8 @@ def _channels(x: torch.Tensor) -> tuple[torch.memory_format, tuple[int, int, int
     return layout, (batch * length, channels, 1)
 
 
-def _normalised(
+@kernel("native_batch_norm", "_native_batch_norm_legit")
+def batch_norm(
     x: torch.Tensor,
     weight: Maybe,
     bias: Maybe,
@@ -75,7 +77,12 @@ def _normalised(
     momentum: float,
     eps: float,
 ) -> Three:
-    """Return the output, and the mean and invstd that the gradient takes: empty in evaluation."""
+    """Return (x − mean) · (invstd · weight) + bias, the mean and invstd: empty in evaluation.
+
+    Each step is rounded. In training, the mean and the variance are those of the batch; the running
+    ones get momentum · own + (1 − momentum) · running, in double, rounded once, where the own
+    variance is divided by the count − 1.
+    """
     if not is_float32(x, weight, bias, running_mean, running_var):
         return NotImplemented
     if training and not x.numel():
@@ -103,32 +110,12 @@ def _normalised(
     return out, mean, invstd
 
 
-@kernel("native_batch_norm", "_native_batch_norm_legit")
-def batch_norm(
-    x: torch.Tensor,
-    weight: Maybe,
-    bias: Maybe,
-    running_mean: Maybe,
-    running_var: Maybe,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> Three:
-    """Return (x − mean) · (invstd · weight) + bias, the mean and invstd.
-
-    Each step is rounded. In training, the mean and the variance are those of the batch; the running
-    ones get momentum · own + (1 − momentum) · running, in double, rounded once, where the own
-    variance is divided by the count − 1.
-    """
-    return _normalised(*(x, weight, bias, running_mean, running_var, training, momentum, eps))
-
-
 @kernel("_native_batch_norm_legit.no_stats")
 def batch_norm_without_statistics(
     x: torch.Tensor, weight: Maybe, bias: Maybe, training: bool, momentum: float, eps: float
 ) -> Three:
     """Return what `batch_norm` returns, by the batch's moments."""
-    return _normalised(x, weight, bias, None, None, True, momentum, eps)
+    return batch_norm(x, weight, bias, None, None, True, momentum, eps)
 
 
 @kernel("_native_batch_norm_legit_functional")
@@ -144,52 +131,24 @@ def batch_norm_functional(
 ) -> tuple[torch.Tensor, ...]:
     """Return what `batch_norm` returns, and the new running moments."""
     moments = running_mean.clone(), running_var.clone()
-    result = _normalised(x, weight, bias, *moments, training, momentum, eps)
+    result = batch_norm(x, weight, bias, *moments, training, momentum, eps)
     return result if result is NotImplemented else (*result, *moments)
 
 
 @kernel("_native_batch_norm_legit_no_training")
-def batch_norm_in_evaluation(
-    x: torch.Tensor,
-    weight: Maybe,
-    bias: Maybe,
-    running_mean: torch.Tensor,
-    running_var: torch.Tensor,
-    momentum: float,
-    eps: float,
-) -> Three:
-    """Return what `batch_norm` returns, by the running moments."""
-    return _normalised(x, weight, bias, running_mean, running_var, False, momentum, eps)
+def batch_norm_in_evaluation(*args: Any) -> Three:
+    """Return what `batch_norm` returns in evaluation."""
+    return batch_norm(*(*args[:5], False, *args[5:]))
 
 
-@kernel("_batch_norm_with_update")
-def batch_norm_with_update(
-    x: torch.Tensor,
-    weight: Maybe,
-    bias: Maybe,
-    running_mean: torch.Tensor,
-    running_var: torch.Tensor,
-    momentum: float,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return what `batch_norm` returns in training, and an empty reserve."""
-    result = _normalised(x, weight, bias, running_mean, running_var, True, momentum, eps)
+def _with_reserve(training: bool, *args: Any) -> tuple[torch.Tensor, ...]:
+    """Return what `batch_norm` returns, and an empty reserve."""
+    result = batch_norm(*(*args[:5], training, *args[5:]))
     return result if result is NotImplemented else (*result, torch.empty(0, dtype=torch.uint8))
 
 
-@kernel("_batch_norm_no_update")
-def batch_norm_no_update(
-    x: torch.Tensor,
-    weight: Maybe,
-    bias: Maybe,
-    running_mean: Maybe,
-    running_var: Maybe,
-    momentum: float,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return what `batch_norm` returns in evaluation, and an empty reserve."""
-    result = _normalised(x, weight, bias, running_mean, running_var, False, momentum, eps)
-    return result if result is NotImplemented else (*result, torch.empty(0, dtype=torch.uint8))
+kernel("_batch_norm_with_update")(functools.partial(_with_reserve, True))
+kernel("_batch_norm_no_update")(functools.partial(_with_reserve, False))
 
 
 @kernel("native_batch_norm_backward")
@@ -233,22 +192,9 @@ def batch_norm_backward(
 
 
 @kernel("batch_norm_backward")
-def batch_norm_backward_with_reserve(
-    grad_out: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    running_mean: Maybe,
-    running_var: Maybe,
-    save_mean: Maybe,
-    save_var: Maybe,
-    update: bool,
-    eps: float,
-    output_mask: Sequence[bool],
-    reserve: torch.Tensor,
-) -> Gradients:
-    """Return what `batch_norm_backward` returns."""
-    moments = running_mean, running_var, save_mean, save_var
-    return batch_norm_backward(grad_out, x, weight, *moments, update, eps, output_mask)
+def batch_norm_backward_with_reserve(*args: Any) -> Gradients:
+    """Return what `batch_norm_backward` returns: the last argument is the reserve."""
+    return batch_norm_backward(*args[:-1])
 
 
 def _rows(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import array
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -31,19 +31,13 @@ Shape = tuple[int, ...]
 @kernel("mm")
 def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return the product of two matrices."""
-    if not is_float32(a, b):
-        return NotImplemented
-    out = _product(2, a, b)
-    return torch.mm(a, b) if out is None else out
+    return _checked(torch.mm, 2, a, b)
 
 
 @kernel("bmm")
 def bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return the product of each pair of matrices."""
-    if not is_float32(a, b):
-        return NotImplemented
-    out = _product(3, a, b)
-    return torch.bmm(a, b) if out is None else out
+    return _checked(torch.bmm, 3, a, b)
 
 
 @kernel("addmm")
@@ -51,10 +45,7 @@ def addmm(
     addend: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Scalar = 1, alpha: Scalar = 1
 ) -> torch.Tensor:
     """Return fma(beta, addend, alpha · a b)."""
-    if not is_float32(addend, a, b):
-        return NotImplemented
-    out = _product(2, a, b, addend, beta, alpha)
-    return torch.addmm(addend, a, b, beta=beta, alpha=alpha) if out is None else out
+    return _checked(torch.addmm, 2, a, b, addend, beta, alpha)
 
 
 @kernel("baddbmm")
@@ -62,10 +53,7 @@ def baddbmm(
     addend: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Scalar = 1, alpha: Scalar = 1
 ) -> torch.Tensor:
     """Return fma(beta, addend, alpha · a b) for each pair of matrices."""
-    if not is_float32(addend, a, b):
-        return NotImplemented
-    out = _product(3, a, b, addend, beta, alpha)
-    return torch.baddbmm(addend, a, b, beta=beta, alpha=alpha) if out is None else out
+    return _checked(torch.baddbmm, 3, a, b, addend, beta, alpha)
 
 
 @kernel("addbmm")
@@ -73,12 +61,9 @@ def addbmm(
     addend: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Scalar = 1, alpha: Scalar = 1
 ) -> torch.Tensor:
     """Return fma(beta, addend, alpha · the sum of all products): one chain over (batch, k)."""
-    if not is_float32(addend, a, b):
-        return NotImplemented
     if len(a) == len(b) == 0:
         a, b = a.new_zeros((1, *a.shape[1:])), b.new_zeros((1, *b.shape[1:]))
-    out = _product(3, a, b, addend, beta, alpha, is_one=True)
-    return torch.addbmm(addend, a, b, beta=beta, alpha=alpha) if out is None else out
+    return _checked(torch.addbmm, 3, a, b, addend, beta, alpha, is_one=True)
 
 
 @kernel("_addmm_activation")
@@ -137,6 +122,26 @@ def dot(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return NotImplemented
     out = _product(2, x[None], y[:, None]) if x.ndim == y.ndim == 1 else None
     return torch.dot(x, y) if out is None else out[0, 0]
+
+
+def _checked(
+    instead: Callable[..., torch.Tensor],
+    axes: int,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    addend: torch.Tensor | None = None,
+    beta: Scalar = 1,
+    alpha: Scalar = 1,
+    *,
+    is_one: bool = False,
+) -> torch.Tensor:
+    """Return a product as `_product`, or raise the error of `instead`, torch's own function."""
+    if not is_float32(a, b, addend):
+        return NotImplemented
+    out = _product(axes, a, b, addend, beta, alpha, is_one=is_one)
+    if out is not None:
+        return out
+    return instead(a, b) if addend is None else instead(addend, a, b, beta=beta, alpha=alpha)
 
 
 def _product(

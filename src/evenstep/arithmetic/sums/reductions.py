@@ -44,7 +44,7 @@ def reduced_to(
     kind = DOUBLES if x.dtype is torch.float64 else kind
     _reduce(
         *(kind, to.outer, to.pieces, to.n, to.inner, array.data_ptr()),
-        *(to.pieces * to.n if is_mean else 1, root, None, out.data_ptr()),
+        *(to.pieces * to.n if is_mean else 1, root, 0, out.data_ptr()),
     )
     return to.finished(out)
 
@@ -57,7 +57,7 @@ def _is_summed(x: torch.Tensor) -> bool:
     return is_float32(x) or (x.dtype is torch.float64 and x.is_cpu and not x.is_sparse)
 
 
-@kernel("sum.dim_IntList")
+@kernel("sum", "sum.dim_IntList")
 def sum_of(
     x: torch.Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
@@ -69,25 +69,13 @@ def sum_of(
     return aten.sum.dim_IntList(x, dim, keepdim) if is_exact else NotImplemented
 
 
-@kernel("sum")
-def sum_of_all(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return the sum of all numbers."""
-    return sum_of(x, None, False, dtype=dtype)
-
-
-@kernel("mean.dim")
+@kernel("mean", "mean.dim")
 def mean(
     x: torch.Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """Return the sum divided by the number of terms, in double, rounded once."""
     x = _converted(x, dtype)
     return reduced_to(VALUES, x, dim, keepdim, is_mean=True) if _is_summed(x) else NotImplemented
-
-
-@kernel("mean")
-def mean_of_all(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return the mean of all numbers."""
-    return mean(x, None, False, dtype=dtype)
 
 
 @kernel("nansum")
@@ -172,24 +160,17 @@ def vector_norm(
     return power(reduced_to(VALUES, power(x.abs(), ord), dim, keepdim), 1 / ord)
 
 
-@kernel("norm.Scalar")
-def norm(x: torch.Tensor, p: Scalar = 2) -> torch.Tensor:
-    """Return the norm of all numbers."""
-    return vector_norm(x, p)
-
-
-@kernel("norm.ScalarOpt_dim")
-def norm_of_dims(
-    x: torch.Tensor, p: Scalar | None, dim: Dims, keepdim: bool = False
+@kernel("norm.Scalar", "norm.ScalarOpt_dim", "norm.ScalarOpt_dtype")
+def norm(
+    x: torch.Tensor,
+    p: Scalar | None = 2,
+    dim: Dims = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return the norm over dimensions."""
-    return vector_norm(x, 2 if p is None else p, dim, keepdim)
-
-
-@kernel("norm.ScalarOpt_dtype")
-def norm_with_dtype(x: torch.Tensor, p: Scalar | None, *, dtype: torch.dtype) -> torch.Tensor:
-    """Return the norm of all numbers, float32."""
-    return vector_norm(x, 2 if p is None else p, dtype=dtype)
+    """Return a norm, of order 2 if p is None."""
+    return vector_norm(x, 2 if p is None else p, dim, keepdim, dtype=dtype)
 
 
 @kernel("dist")
