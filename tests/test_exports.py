@@ -32,7 +32,7 @@ _EXPORTS = {
     """,
     "evenstep.batch": """
         Batch Cut Part ProcessAssignment Shards contiguous_runs count_examples cut_batch
-        shard_bounds shared
+        dealt_pairs shard_bounds shared
     """,
     "evenstep.bench.workload": """
         BATCHES Job Stopwatch Training Workload each_ms find_workload in_memory make_dataset
@@ -60,7 +60,7 @@ _EXPORTS = {
     "evenstep.collectives": """
         CanonicalSum Forest LocalTransport SumAtOwner Transfer Transport TreePlan TreeSum
         add_in_order assign_owners canonical_sum connect even_bounds forest start_sum
-        tree_plan tree_sum wait_all
+        tree_plan tree_sum values_at_once wait_all
     """,
     "evenstep.comparison": "Cause Finding Run compare find_cause lines_of read_run",
     "evenstep.comparison.page": "page_of",
@@ -71,7 +71,8 @@ _EXPORTS = {
     "evenstep.data.adapters": "",
     "evenstep.devices": """
         Device Devices StagedDevice arithmetic_facts as_device carry cgroup_quota_cores
-        deterministic_kernels find_devices gpu_count hash_seed in_stages instruction_facts
+        deterministic_kernels find_devices free_memory_nbytes gpu_count hash_seed in_stages
+        instruction_facts
         intra_op_threads kept_memory known_results layout_notes parse_device process_wide
         rounding_notes short_switch_interval torch_settings try_all_gpus try_gpu
         usable_cores

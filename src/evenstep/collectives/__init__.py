@@ -5,7 +5,7 @@ from evenstep.collectives.local import LocalTransport, connect
 from evenstep.collectives.owners import SumAtOwner, assign_owners
 from evenstep.collectives.partition import Forest, forest
 from evenstep.collectives.transport import Transfer, Transport, even_bounds, wait_all
-from evenstep.collectives.tree import TreePlan, TreeSum, tree_plan, tree_sum
+from evenstep.collectives.tree import TreePlan, TreeSum, tree_plan, tree_sum, values_at_once
 
 __all__ = [
     "CanonicalSum",
@@ -25,5 +25,6 @@ __all__ = [
     "start_sum",
     "tree_plan",
     "tree_sum",
+    "values_at_once",
     "wait_all",
 ]

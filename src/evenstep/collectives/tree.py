@@ -10,6 +10,8 @@ Floating Point Summation, 1993).
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar
@@ -139,6 +141,11 @@ class TreeSum(Generic[T]):
         self._waiting: dict[int, T] = {}
         self._lock = threading.Lock()
 
+    @property
+    def waiting(self) -> int:
+        """The number of values that wait for their siblings."""
+        return len(self._waiting)
+
     def claim(self, shard: int, fits: Callable[[T], bool]) -> tuple[int, T | None]:
         """Return the node to put the value of `shard` at, and a value to accumulate it onto.
 
@@ -183,3 +190,20 @@ class TreeSum(Generic[T]):
     def take_partials(self) -> list[T]:
         """Remove and return the partial sums; the values of all shards must have been put."""
         return [*map(self._waiting.pop, self.plan.partials)]
+
+
+def values_at_once(plan: TreePlan, runs: Sequence[Sequence[int]]) -> int:
+    """Return how many values a `TreeSum` of a plan has at most, those in progress too.
+
+    Each lane computes one of `runs` in order, and all lanes have one pace. A shard accumulates onto
+    its left sibling where that is there; else it has a value of its own. One lane with all of V
+    shards, a power of two above 1, has log2(V).
+    """
+    tree = TreeSum[int](plan, operator.add)
+    most = 0
+    for turn in itertools.zip_longest(*runs):
+        claims = [tree.claim(shard, bool) for shard in turn if shard is not None]
+        most = max(most, tree.waiting + len(claims))
+        for node, left in claims:
+            tree.put(node, 1 + (left or 0))
+    return most

@@ -106,10 +106,11 @@ def model_name(device: torch.device) -> str:
     return device.type if named is None else str(named(device.index))
 
 
-def memory_nbytes(device: torch.device) -> int:
-    """Return the size of an accelerator's memory in bytes."""
+def memory_nbytes(device: torch.device) -> tuple[int, int]:
+    """Return how many bytes of an accelerator's memory are free, and its size."""
     of_all_kinds = getattr(torch.accelerator, "get_memory_info", None)  # not in torch 2.6 to 2.9
-    return int((of_all_kinds or _module(device.type).mem_get_info)(device.index)[1])
+    free, size = (of_all_kinds or _module(device.type).mem_get_info)(device.index)
+    return int(free), int(size)
 
 
 def is_failure(error: BaseException) -> bool:

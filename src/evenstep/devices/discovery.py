@@ -103,6 +103,29 @@ def cgroup_quota_cores(
     return min(quotas, default=None)
 
 
+def free_memory_nbytes(
+    device: torch.device, root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")
+) -> int | None:
+    """Return how much memory a program may still take on a device; None if nothing says it.
+
+    Of a CPU it is what Linux can give (`MemAvailable`), or what control groups still allow, if that
+    is less; on other systems the machine's whole memory.
+    """
+    if device.type != "cpu":
+        return accelerator.memory_nbytes(device)[0]
+    found = []
+    try:
+        lines = (proc / "meminfo").read_text(encoding="utf-8").splitlines()
+        found += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
+    except OSError:
+        names = getattr(os, "sysconf_names", {})
+        if {"SC_PAGE_SIZE", "SC_PHYS_PAGES"} <= {*names}:
+            found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    groups = _cgroups(root, proc / "self" / "cgroup", "memory")
+    found += [free for group in groups for free in _free_in(group)]
+    return min(found, default=None)
+
+
 def layout_notes(devices: Sequence[Device], shards: int) -> list[str]:
     """Return a line for each property of `devices` that costs time or weakens reproducibility."""
     notes = []
@@ -215,7 +238,7 @@ def _too_many(count: int) -> DeviceError:
     )
 
 
-def _cgroups(root: Path, proc: Path) -> list[Path]:
+def _cgroups(root: Path, proc: Path, controller: str = "cpu") -> list[Path]:
     try:
         lines = proc.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -223,9 +246,9 @@ def _cgroups(root: Path, proc: Path) -> list[Path]:
     groups = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        base = root / "cpu" if controllers else root
+        base = root / controller if controllers else root
         here = base / path.lstrip("/")
         groups += [here, *(parent for parent in here.parents if parent.is_relative_to(base))]
     return groups
@@ -241,3 +264,20 @@ def _quotas(group: Path) -> list[float]:
     except (OSError, ValueError):
         return []
     return [] if quota in ("max", "-1") else [int(quota) / int(period)]
+
+
+def _free_in(group: Path) -> list[int]:
+    """Return what the limit of a control group leaves, if it has one: v2, or v1.
+
+    What files are cached is given back when a program needs the memory.
+    """
+    names = ("memory.max", "memory.current", "inactive_file")
+    if not (group / names[0]).exists():
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    try:
+        most, used = ((group / name).read_text(encoding="utf-8").strip() for name in names[:2])
+        lines = (group / "memory.stat").read_text(encoding="utf-8").splitlines()
+        cached = sum(int(line.split()[1]) for line in lines if line.split()[0] == names[2])
+        return [] if most == "max" else [int(most) - int(used) + cached]
+    except (OSError, ValueError, IndexError):
+        return []

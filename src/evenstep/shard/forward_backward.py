@@ -210,13 +210,13 @@ def _run_eagerly(
     if (looks or replica.tables) and not (has_none or work.is_only_shard):
         if looks:
             replica.tables = tables_in(total, replica.parameters)
-        tables = {
+        unwatched = {
             key: number
-            for key, number in replica.tables.items()
+            for key, number in (replica.tables or {}).items()
             if not sum_hooks(replica.parameters[number])
         }
-        if tables:
-            taking = TableRows(total, tables)
+        if unwatched:
+            taking = TableRows(total, unwatched)
             rows = taking.found
     if stream is not None:
         accumulates = left is not None

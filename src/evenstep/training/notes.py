@@ -1,19 +1,22 @@
-"""Notes for the user about the devices of a trainer, and about how exact its results are."""
+"""Notes for the user: the devices of a trainer, its memory, and how exact its results are."""
 
 from __future__ import annotations
 
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from evenstep.devices import Device, layout_notes, rounding_notes
+from evenstep.devices import Device, free_memory_nbytes, layout_notes, rounding_notes
 from evenstep.devices.discovery import WITHIN_ROUNDING
 from evenstep.options.experiment import Experiment
+from evenstep.options.memory import peak_nbytes, sizes_of
 from evenstep.private_torch.modules import BatchNorm, Dropout
+from evenstep.training.setup.arguments import Chosen
 
 logger = logging.getLogger("evenstep")
 
@@ -65,6 +68,60 @@ def say_who_trained(optimizer: torch.optim.Optimizer, steps_done: int) -> None:
             "go on by Trainer.load",
             earlier.steps_done,
         )
+
+
+def say_too_little_memory(
+    parameters: Sequence[torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    chosen: Chosen,
+    *,
+    processes: int,
+    of_machine: int,
+) -> None:
+    """Log that a training that opens needs more memory than is free; an estimate (`peak_nbytes`).
+
+    Where devices compute parts of a shard, or shards side by side, nothing is estimated.
+
+    Args:
+        parameters: those of the model.
+        optimizer: the user's optimizer.
+        chosen: what the user has chosen.
+        processes: the number of processes that train together.
+        of_machine: how many of them this machine has.
+    """
+    layout, devices = chosen.layout, chosen.devices
+    if layout.stages or layout.has_slices or layout.side_by_side:
+        return
+    sizes, memories = sizes_of(parameters, optimizer), [device.memory for device in devices]
+    peaks = peak_nbytes(
+        sizes,
+        chosen.experiment.shards,
+        memories,
+        processes=processes,
+        owners=layout.has_owners,
+        checks=chosen.faults.check_interval is not None,
+    )
+    needed, more = Counter[torch.device](), Counter[torch.device]()
+    for memory, peak in zip(dict.fromkeys(memories), peaks, strict=True):
+        place = devices[memories.index(memory)].torch_device
+        copies = of_machine if place.type == "cpu" else 1
+        held = sizes.parameters + (sizes.held_state if memory == memories[0] else 0)
+        needed[place] += copies * peak
+        more[place] += copies * (peak - held)
+    for place, nbytes in more.items():
+        free = free_memory_nbytes(place)
+        if free is not None and nbytes > free:
+            logger.warning(
+                f"the training needs about {_gib(needed[place])} of the memory of {place} at its "
+                f"peak for parameters, gradients and the optimizer's state, besides activations; "
+                f"that is {_gib(nbytes)} more than now, but {_gib(free)} are free: less is needed "
+                f"by fewer devices, by Layout(divide=Owners()) in several processes, or by fewer "
+                f"shards (a different experiment)"
+            )
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.3g} GiB"
 
 
 class Notes:

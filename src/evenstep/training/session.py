@@ -18,6 +18,7 @@ import torch
 from evenstep.batch.rng import callers_generators
 from evenstep.devices import deterministic_kernels, kept_memory
 from evenstep.devices.forward_mode import one_level_at_a_time
+from evenstep.distributed import job_share, local_share
 from evenstep.engine.interrupts import INTERRUPTS, interruptible
 from evenstep.engine.ownership import Ownership
 from evenstep.errors import ClosedError, InputError
@@ -29,7 +30,12 @@ from evenstep.steps.reducer import ProcessReducer
 from evenstep.steps.update import is_in_a_trainer
 from evenstep.training.agreement import Agreement
 from evenstep.training.habits import explain_backward
-from evenstep.training.notes import Notes, note_trained, say_who_trained
+from evenstep.training.notes import (
+    Notes,
+    note_trained,
+    say_too_little_memory,
+    say_who_trained,
+)
 from evenstep.training.setup.arguments import Chosen
 from evenstep.training.setup.combinations import refuse_combinations, refuse_without_threads
 from evenstep.training.setup.parts import Parts
@@ -172,6 +178,11 @@ class Session:
             opened.enter_context(other)
         opened.enter_context(parts.update.watching())
         self._align_state(opened)
+        rank, of_machine = local_share()
+        if rank == 0:
+            home, processes = parts.replicas.home, job_share()[1]
+            given = home.parameters, self._optimizer, self._chosen
+            say_too_little_memory(*given, processes=processes, of_machine=of_machine)
         note_left(parts.replicas.home.parameters)
         INTERRUPTS.check()
 

@@ -32,7 +32,7 @@ def _devices() -> list[tuple[str, str]]:
     if not gpu_count():
         return [*rows, ("GPUs", "none that torch can use")]
     for gpu in try_all_gpus():
-        memory = _gib(accelerator.memory_nbytes(gpu.torch_device))
+        memory = _gib(accelerator.memory_nbytes(gpu.torch_device)[1])
         rows.append((str(gpu), f"{gpu.model_name}, {memory}"))
     return rows
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from evenstep.batch import Batch, contiguous_runs
+from evenstep.batch import Batch, contiguous_runs, dealt_pairs
 from evenstep.batch.advice import advice_on
 from evenstep.batch.assignment import Pace, ShardQueue
 from evenstep.batch.cut import Cut
@@ -82,6 +82,7 @@ class IndependentExecutor:
         self.programs = ShardPrograms(experiment, replicas) if experiment.compile else None
         joins = experiment.arithmetic == "portable" and self.joins_shards
         self.together = Together() if joins else None
+        self._deals = len({device.memory for device in engine.devices}) == 1 and not joins
         self.pace = Pace(len(engine.devices))
         self._autocast_dtype = experiment.autocast_dtype
         self._timekeeper = timekeeper
@@ -145,7 +146,9 @@ class IndependentExecutor:
         return found
 
     def assign(self, attempt: Attempt) -> None:
-        """Give every device a contiguous run of shards, as long as its measured speed deserves.
+        """Give every device a run of shards, as long as its measured speed deserves.
+
+        Devices that share a memory get pairs of neighbours in turn, for the sake of the memory.
 
         In a step that is observed all speeds count as equal, and no shard is stolen, so that it
         does not depend on timing which device computes which shard.
@@ -164,9 +167,17 @@ class IndependentExecutor:
         runs = contiguous_runs(attempt.cut.part.run, speeds)
         if not all(runs) and not work.one_lane:
             self.pace.decay(lane for lane, run in enumerate(runs) if not run)
+        in_turn = self._deals and len(runs) > 1 and not work.one_lane
+        if in_turn:
+            runs = dealt_pairs(attempt.cut.part.run, tuple(map(len, runs)))
         work.runs = runs
         work.queue = ShardQueue(
-            runs, self.pace, attempt.clock.shards, new, may_steal=not work.is_observed
+            runs,
+            self.pace,
+            attempt.clock.shards,
+            new,
+            may_steal=not work.is_observed,
+            in_turn=in_turn and not work.is_observed,
         )
 
     def take_opening(self, attempt: Attempt) -> None:
