@@ -48,7 +48,7 @@ def unrolled(net: nn.Module, inputs: Sequence[torch.Tensor]) -> Callable[..., An
                     known[node.target] = constant(value.detach().clone())
                 node.replace_all_uses_with(known[node.target])
                 graph.erase_node(node)
-            elif node.target is F.relu and node.args and not node.kwargs.get("inplace"):
+            elif node.target is F.relu and not node.kwargs.get("inplace"):
                 node.target, node.args, node.kwargs = torch.relu, node.args[:1], {}
             elif node.target is F.linear and len(node.args) == 3 and node.args[2] is not None:
                 rows, weight, bias = node.args
