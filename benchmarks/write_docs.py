@@ -19,6 +19,7 @@ from typing import Any
 
 import jinja2
 
+import glance_picture
 import measure
 import readme_picture
 from benchmark import FOLDER, RESULTS, ROOT, load
@@ -59,11 +60,13 @@ def main() -> None:
         insert(DOCS / "architecture.md", overhead.tables(document)["calls"].markdown())
     if book and (document := load("book_compared")):
         insert(DOCS / "compare.md", compared(document, book["parts"]))
-    draw(book)
+    draw(book, stored(RESULTS))
 
 
-def draw(book: Mapping[str, Any] | None) -> None:
+def draw(book: Mapping[str, Any] | None, documents: Mapping[str, Any]) -> None:
     """Draw the pictures of the results that there are."""
+    glance = glance_picture.draw(documents)
+    (IMAGES / "benchmarks_glance.svg").write_text(glance, encoding="utf-8")
     for name in ("scaling_lenet", "scaling_resnet18"):
         if document := load(name):
             pictures.draw_scaling(document, IMAGES / f"{name}.png")
@@ -89,8 +92,7 @@ def insert(file: Path, table: str) -> None:
 
 def page(name: str, results: Path, notes: Mapping[str, str]) -> str:
     """Return a page, with a section for each result file that exists."""
-    documents: dict[str, Any] = defaultdict(lambda: None)
-    documents |= {file.stem: load(file.stem, results) for file in results.glob("*.json")}
+    documents = stored(results)
     makers = {one.name: one.tables for one in measure.BENCHMARKS.values()} | {"gpu": kit.tables}
     return render(
         name,
@@ -107,6 +109,12 @@ def page(name: str, results: Path, notes: Mapping[str, str]) -> str:
         versions=versions,
         summary=summary,
     )
+
+
+def stored(results: Path) -> defaultdict[str, Any]:
+    """Return the result files by their names; None for one that doesn't exist."""
+    found: defaultdict[str, Any] = defaultdict(lambda: None)
+    return found | {file.stem: load(file.stem, results) for file in results.glob("*.json")}
 
 
 def summary(documents: Mapping[str, Any]) -> Table:

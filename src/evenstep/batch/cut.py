@@ -260,7 +260,9 @@ def cut_batch(
         )
     sizes = [part.bounds[shard][1] - part.bounds[shard][0] for shard in part.run]
     pieces = [
-        [tensor] * len(sizes) if along is None or len(sizes) == 1 else tensor.split(sizes, along)
+        [tensor] * len(sizes)
+        if along is None or len(sizes) == 1
+        else tensor.split_with_sizes(sizes, along)
         for tensor, along in zip(tensors, dims, strict=True)
     ]
     views = dict(zip(part.run, zip(*pieces, strict=True), strict=True))

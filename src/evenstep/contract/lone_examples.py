@@ -7,7 +7,9 @@ gives BatchNorm1d a single value. Which of the two it is shows when the model co
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+from torch import nn
 
 from evenstep.batch import Batch, shard_bounds
 from evenstep.batch.advice import is_too_few_values
@@ -37,6 +39,7 @@ class LoneExamples:
         self._replicas = replicas
         self._engine = engine
         self._structure: object = None
+        self._norms: Sequence[nn.Module] = ()
         self._known = set[object]()  # shapes of examples that are enough
         self._fewest = 2 * experiment.shards if experiment.batch_norm == "shard" else 0
         self.last_examples: int | None = None
@@ -52,10 +55,13 @@ class LoneExamples:
         """Whether a batch, or the epoch's last one, has lone examples that must be looked at."""
         if cut.part.examples >= self._fewest and self.last_examples is None:
             return False
-        if not (cut.can_join and cut.part.run) or self._shapes(cut) in self._known:
+        if self._structure is not self._replicas.structure:
+            self._structure, self._known = self._replicas.structure, set()
+            modules = self._replicas.home.module.modules()
+            self._norms = [one for one in modules if isinstance(one, BatchNorm)]
+        if not any(one.training for one in self._norms):
             return False
-        modules = self._replicas.home.module.modules()
-        return any(isinstance(one, BatchNorm) and one.training for one in modules)
+        return cut.can_join and bool(cut.part.run) and _shapes(cut) not in self._known
 
     def refuse_too_few(
         self, cut: Cut, seed: Callable[[int], int], objective: ShardObjective
@@ -69,19 +75,12 @@ class LoneExamples:
             self._compute, cut, seed, objective, name="compute one example", category="check"
         ).error
         if error is None or not is_too_few_values(error):
-            self._known.add(self._shapes(cut))  # any other error is left to the step
+            self._known.add(_shapes(cut))  # any other error is left to the step
             self.expect(None)
             return
         for examples in (cut.part.examples, self.last_examples):
             if examples is not None and examples < self._fewest:
                 raise _too_few(examples, self._experiment.shards)
-
-    def _shapes(self, cut: Cut) -> object:
-        """Return what tells one example from another, for the model's layers as they are."""
-        if self._structure is not self._replicas.structure:
-            self._structure, self._known = self._replicas.structure, set()
-        leaves = tensors_of(cut.first_example(lambda tensor: tensor))
-        return tuple(leaf.shape for leaf in leaves)
 
     def _compute(self, cut: Cut, seed: Callable[[int], int], objective: ShardObjective) -> None:
         self._replicas.open_step()
@@ -99,6 +98,11 @@ class LoneExamples:
                 objective(replica.module, batch, 1)
         finally:
             shard_here.reset(outside)
+
+
+def _shapes(cut: Cut) -> object:
+    """Return what tells one example from another."""
+    return tuple(leaf.shape for leaf in tensors_of(cut.first_example(lambda tensor: tensor)))
 
 
 def _too_few(examples: int, shards: int) -> BatchError:

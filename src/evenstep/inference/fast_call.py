@@ -25,6 +25,7 @@ from torch import nn
 from evenstep.devices import accelerator
 from evenstep.errors import EvenstepError, ModelError, hides_own_frames
 from evenstep.inference.export import Inputs, as_inputs, recorded
+from evenstep.inference.unrolled import unrolled
 from evenstep.private_torch.compilers import compile_ahead, load_compiled
 from evenstep.shard.evaluation import evaluation_mode
 
@@ -42,7 +43,7 @@ class Method:
     """A method of calling a model.
 
     Attributes:
-        name: "eager", "traced" or "compiled".
+        name: "eager", "unrolled", "traced" or "compiled".
         call_us: median microseconds of a call; NaN if the method can't be used.
         max_difference: the largest difference of its outputs from the model's own.
         why_not: the reason why it can't be used; "" if it can.
@@ -58,7 +59,7 @@ class Hybrid:
     """A model in evaluation mode, called by the fastest method that was found.
 
     Compiled code is specialised for the shape, strides, dtype and device of the example. Other
-    inputs are passed to the model itself.
+    inputs, and those that require gradients, are passed to the model itself.
 
     Attributes:
         methods: all methods that were tried, the fastest first.
@@ -82,7 +83,7 @@ class Hybrid:
 
 
 def _kind(x: torch.Tensor) -> tuple[object, ...]:
-    return x.shape, x.stride(), x.dtype, x.device
+    return x.shape, x.stride(), x.dtype, x.device, x.requires_grad
 
 
 @hides_own_frames
@@ -141,6 +142,12 @@ def eager(net: nn.Module) -> Call:
     return call
 
 
+def _unrolled(net: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Call:
+    """Record the operations of one call as a function of Python."""
+    with evaluation_mode(net), torch.no_grad():
+        return unrolled(net, inputs)
+
+
 def _traced(net: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Call:
     """Record the operations of one call, with the weights as constants (TorchScript)."""
     recorded(net, inputs, dynamic=False)  # refuses branches on values, which a trace would miss
@@ -164,6 +171,7 @@ def _compiled(net: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Call:
 
 
 _MAKERS: dict[str, Callable[[nn.Module, tuple[torch.Tensor, ...]], Call]] = {
+    "unrolled": _unrolled,
     "traced": _traced,
     "compiled": _compiled,
 }
