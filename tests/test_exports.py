@@ -78,9 +78,10 @@ _EXPORTS = {
     """,
     "evenstep.distributed": """
         Exchange LauncherWatch Peers SECRET_FILE StatusBoard agree differences follow_the_first
-        is_first job_share join listed local_share read_secret refuse_divergence restarts
+        is_first job_share join listed local_share read_secret refuse_divergence refuse_wrong_sums restarts
         shared_bytes show_reported_errors_in_one_line was_launched
     """,
+    "evenstep.distributed.machines": "",
     "evenstep.distributed.owners": "",
     "evenstep.distributed.shared": "",
     "evenstep.engine": "Engine Handle InlineLanes Lanes Pending PendingNumber Task ThreadLanes Var",
