@@ -12,37 +12,9 @@ import pytest
 
 from commands import MLP, run, steps_kept, the_line, trained
 from evenstep.cli.training.record import TrainRecord
+from job_processes import EVENSTEP, children_of, listening_at, start, wait_for_workers
 from launched import free_port
 from patience import wait_until
-
-EVENSTEP = [sys.executable, "-m", "evenstep"]
-
-
-def start(*arguments):
-    return subprocess.Popen(
-        [*EVENSTEP, *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def children_of(pid):
-    """Return the processes that a process has started."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    return [int(child) for child in children.split()]
-
-
-def wait_for_workers(launcher, count):
-    """Return the workers of a launcher, once they have started."""
-    for _ in range(600):
-        workers = children_of(launcher.pid)
-        if len(workers) >= count:
-            return workers
-        assert launcher.poll() is None, launcher.communicate()
-        time.sleep(0.05)
-    raise AssertionError("the workers did not start")
 
 
 def wait_for_step(folder, step, process):
@@ -81,23 +53,6 @@ def test_two_processes_give_the_fingerprint_of_one(tmp_path):
     assert together.test_accuracy == by_itself.test_accuracy
 
 
-def listening_addresses():
-    """Return the local (hexadecimal) address of every listening TCP socket, by its inode."""
-    found = {}
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for line in Path(table).read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A":  # LISTEN
-                found[fields[9]] = fields[1].rpartition(":")[0]
-    return found
-
-
-def sockets_of(pid):
-    """Return the inodes of the sockets that a process has open."""
-    links = [os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()]
-    return [link[8:-1] for link in links if link.startswith("socket:[")]
-
-
 @pytest.mark.slow
 def test_on_one_machine_everything_listens_on_the_loopback_alone():
     options = ("--processes", 2, "--devices", 1, "--steps", 10**6)
@@ -105,18 +60,12 @@ def test_on_one_machine_everything_listens_on_the_loopback_alone():
     try:
         workers = wait_for_workers(process, 2)
         assert process.stdout.readline().startswith("epoch ")
-        addresses = listening_addresses()
-        listens = [
-            addresses[inode]
-            for pid in (process.pid, *workers)
-            for inode in sockets_of(pid)
-            if inode in addresses
-        ]
+        listens = [place for pid in (process.pid, *workers) for place in listening_at(pid)]
     finally:
         process.terminate()
         process.communicate()
     assert len(listens) >= 3  # the store's, and each worker's
-    assert set(listens) == {"0100007F"}  # 127.0.0.1
+    assert {address for address, _ in listens} == {"0100007F"}  # 127.0.0.1
 
 
 @pytest.mark.slow

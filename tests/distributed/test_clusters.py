@@ -1,27 +1,34 @@
-"""The recipes of docs/clusters.md, run unchanged in two network namespaces."""
+"""The recipes of docs/clusters.md, run unchanged on two machines that namespaces play."""
 
+import contextlib
 import functools
 import os
 import re
 import shlex
+import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from commands import trained
-from machines import NAMES, name_hosts, on_host
+from commands import steps_kept, trained
+from machines import ADDRESSES, NAMES, SYSTEM, name_hosts, on_host
+from patience import wait_until
+from slurm import slurm_on
 
+yaml = pytest.importorskip("yaml")
 PAGE = Path(__file__).parents[2] / "docs" / "clusters.md"
 TOOLS = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # where torchrun is
+LENET = ("--model", "lenet", "--data", "digits")
 LIMIT_S = 240
 
 
-def recipe(heading):
-    """Return the first block of code below a heading of the page."""
+def recipe(heading, number=0):
+    """Return a block of code below a heading of the page."""
     section = PAGE.read_text().partition(f"## {heading}\n")[2]
-    return re.search(r"```\w+\n(.*?)```", section, re.DOTALL)[1]
+    return re.findall(r"```\w+\n(.*?)```", section, re.DOTALL)[number]
 
 
 def fingerprints(text):
@@ -29,66 +36,81 @@ def fingerprints(text):
 
 
 @functools.cache
-def undisturbed():
-    return {trained("--model", "lenet", "--data", "digits", "--devices", 1).fingerprint}
+def undisturbed(*more):
+    return {trained(*LENET, "--devices", 1, *more).fingerprint}
 
 
-def stub(folder, name, text):
-    file = folder / name
-    file.write_text(f"#!/bin/bash\n{text}\n")
-    file.chmod(0o755)
+@pytest.fixture
+def slurm(machines, tmp_path):
+    with slurm_on(machines, tmp_path) as cluster:
+        yield cluster
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(LIMIT_S + 60)
-def test_slurm(machines, tmp_path):
-    """Stubs play `srun` and `scontrol`: they set variables, and run commands on each host."""
-    hosts = ("n1", "n2")
-    name_hosts(hosts)
-    (tmp_path / "bin").mkdir()
-    stub(tmp_path / "bin", "scontrol", "printf 'n1\\nn2\\n'")
-    starts = [
-        f'SLURM_NODEID={node} {shlex.join(on_host(machine, host))} "${{@:2}}" &'
-        for node, (machine, host) in enumerate(zip(machines, hosts, strict=True))
-    ]
-    stub(tmp_path / "bin", "srun", "\n".join([*starts, "wait -n && wait -n"]))
-    slurm = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
-    slurm |= {"SLURM_SUBMIT_DIR": str(tmp_path), "PATH": f"{tmp_path / 'bin'}:{TOOLS}"}
-    script = tmp_path / "job.sh"
-    script.write_text(recipe("Slurm"))
-    finished = subprocess.run(
-        ["bash", script],
-        env={**os.environ, **slurm},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
+@pytest.mark.timeout(4 * LIMIT_S)
+def test_slurm(slurm, tmp_path):
+    """A job is told that its time is up, then preempted, and each time goes on from there."""
+    longer = ("--steps", 400)
+    script = recipe("Slurm").replace(
+        "--auto-resume", f"--auto-resume {shlex.join(map(str, longer))}"
     )
-    assert finished.returncode == 0, finished.stderr
-    assert fingerprints(finished.stdout) == undisturbed()
+    (tmp_path / "job.sh").write_text(script)
+    job = slurm.submit("job.sh", PATH=f"{TOOLS}:{SYSTEM}")
+    output = tmp_path / f"slurm-{job}.out"
+
+    slurm.wait_until(lambda: "epoch " in output.read_text() if output.exists() else False)
+    slurm.run("scancel", "--signal=USR1", "--batch", job)  # as --signal=B:USR1@120 does
+    slurm.starts_again(job)
+    saved = steps_kept(tmp_path / "runs" / job)
+    assert saved
+    began = len(output.read_text())
+    slurm.wait_until(lambda: "epoch " in output.read_text()[began:])
+    urgent = slurm.submit("--partition=urgent", "--exclusive", "--nodes=2", "--wrap", "srun true")
+    slurm.starts_again(job)
+    assert steps_kept(tmp_path / "runs" / job)[-1] > saved[-1]
+    assert slurm.ended(urgent) == "COMPLETED"
+    assert slurm.ended(job) == "COMPLETED", output.read_text()
+    stops = re.findall(r"stopped after step (\d+) of 400", output.read_text())
+    assert len({*stops}) == 2
+    assert fingerprints(output.read_text()) == undisturbed(*longer)
+    secret = tmp_path / "runs" / f"{job}.secret"
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(4 * LIMIT_S)
+def test_an_array_of_slurm(slurm, tmp_path):
+    (tmp_path / "array.sh").write_text(recipe("Slurm", 1))
+    job = slurm.submit("--array=0-1", "array.sh", PATH=f"{TOOLS}:{SYSTEM}")
+    for seed in range(2):
+        assert slurm.ended(f"{job}_{seed}") == "COMPLETED"
+        found = fingerprints((tmp_path / f"slurm-{job}_{seed}.out").read_text())
+        assert found == {trained(*LENET, "--seed", seed).fingerprint}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S + 60)
 def test_kubernetes(machines, tmp_path):
     """Namespaces play the pods, with their names and the variables of the training operator."""
-    job = recipe("Kubernetes")
-    name, replicas = re.search(r"name: (\w+)", job)[1], int(re.search(r"replicas: (\d+)", job)[1])
-    assert replicas == len(NAMES)
-    pods = [f"{name}-worker-{number}" for number in range(replicas)]
+    job = yaml.safe_load(recipe("Kubernetes"))
+    name, policy = job["metadata"]["name"], job["spec"]["elasticPolicy"]
+    worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
+    (container,) = worker["template"]["spec"]["containers"]
+    assert worker["replicas"] == policy["maxReplicas"] == len(NAMES)
+    assert container["name"] == "pytorch"  # where the operator puts its variables
+    pods = [f"{name}-worker-{number}" for number in range(worker["replicas"])]
     name_hosts(pods)
-    command = re.search(r"command: \[(.*?)\]", job, re.DOTALL)[1].replace("/runs", str(tmp_path))
-    words = [word.strip().strip('"') for word in command.split(",")]
-    policy = dict(re.findall(r"(rdzv\w+|min\w+|max\w+): (\w+)", job))
+    (tmp_path / "secret").write_text("a secret that nobody knows")
+    at = {"/job/secret": str(tmp_path / "secret")}
+    words = [word.replace("/runs", str(tmp_path)) for word in container["command"]]
     operator = {
         "PET_RDZV_BACKEND": policy["rdzvBackend"],
         "PET_RDZV_ID": policy["rdzvId"],
         "PET_RDZV_ENDPOINT": f"{pods[0]}:23456",
         "PET_NNODES": f"{policy['minReplicas']}:{policy['maxReplicas']}",
-        "PET_MAX_RESTARTS": policy["maxRestarts"],
-        "GLOO_SOCKET_IFNAME": re.search(r"name: GLOO_SOCKET_IFNAME, value: (\w+)", job)[1],
+        "PET_MAX_RESTARTS": str(policy["maxRestarts"]),
         "PATH": TOOLS,
-    }
+    } | {one["name"]: at.get(one["value"], one["value"]) for one in container["env"]}
     running = [
         subprocess.Popen(
             [*on_host(machine, pod), *words],
@@ -102,3 +124,86 @@ def test_kubernetes(machines, tmp_path):
     finished = [process.communicate(timeout=LIMIT_S) for process in running]
     assert [process.returncode for process in running] == [0, 0], finished
     assert fingerprints("".join(out for out, _ in finished)) == undisturbed()
+
+
+def test_what_the_file_for_kubernetes_refers_to_is_in_it():
+    job = yaml.safe_load(recipe("Kubernetes"))
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    pod = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+    (container,) = pod["containers"]
+    mounted = {one["name"]: one["mountPath"] for one in container["volumeMounts"]}
+    assert {*mounted} == {one["name"] for one in pod["volumes"]}
+    (secret,) = [one["secret"] for one in pod["volumes"] if "secret" in one]
+    made = re.search(r"secret generic (\w+) --from-literal=(\w+)=", PAGE.read_text())
+    assert secret == {"secretName": made[1], "defaultMode": 0o400}
+    given = {one["name"]: one["value"] for one in container["env"]}
+    assert given["EVENSTEP_SECRET_FILE"] == f"{mounted['job']}/{made[2]}"
+    assert container["command"][-4].startswith(f"{mounted['runs']}/")
+    promised = re.search(r"it has (\d+) s\nfor that", PAGE.read_text())[1]
+    assert pod["terminationGracePeriodSeconds"] == int(promised)
+
+
+@contextlib.contextmanager
+def ssh_between(machines, folder):
+    """Start an sshd on each machine; yield a folder with an `ssh` that all of them let in."""
+    daemon = shutil.which("sshd", path=SYSTEM)
+    if daemon is None or shutil.which("ssh") is None:
+        pytest.skip("ssh and sshd are not installed here")
+    for name in ("host", "user"):
+        make = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name]
+        subprocess.run(make, check=True)
+    settings = {
+        "HostKey": folder / "host",
+        "AuthorizedKeysFile": folder / "user.pub",
+        "StrictModes": "no",
+        "PermitRootLogin": "yes",
+        "PidFile": "none",
+        "SetEnv": f"PATH={TOOLS} PYTHONPATH={os.environ.get('PYTHONPATH', '')}",
+    }
+    (folder / "sshd_config").write_text("".join(f"{k} {v}\n" for k, v in settings.items()))
+    (folder / "ssh").write_text(
+        f"#!/bin/bash\nexec {shutil.which('ssh')} -i {folder}/user -o StrictHostKeyChecking=no "
+        f'-o UserKnownHostsFile=/dev/null -o LogLevel=ERROR "$@"\n'
+    )
+    (folder / "ssh").chmod(0o755)
+    Path("/run/sshd").mkdir(exist_ok=True)  # where it locks its children in
+    daemons = [
+        subprocess.Popen(["ip", "netns", "exec", one, daemon, "-D", "-f", folder / "sshd_config"])
+        for one in machines
+    ]
+    try:
+        yield folder
+    finally:
+        for one in daemons:
+            one.terminate()
+            one.wait(60)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(4 * LIMIT_S)
+def test_machines_that_ssh_reaches(machines, tmp_path):
+    """The script is ended in the middle, and started again."""
+    (tmp_path / "machines.sh").write_text(recipe("Machines that ssh reaches"))
+    with ssh_between(machines, tmp_path) as tools:
+        start = ["ip", "netns", "exec", machines[0], "bash", tmp_path / "machines.sh"]
+        environment = {**os.environ, "PATH": f"{tools}:{TOOLS}:{SYSTEM}"}
+
+        def started():
+            return subprocess.Popen(
+                [*start, tmp_path / "run", *ADDRESSES],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+
+        first = started()
+        while "epoch " not in first.stdout.readline():
+            assert first.poll() is None, first.communicate()
+        first.terminate()
+        first.communicate(timeout=LIMIT_S)
+        wait_until(lambda: steps_kept(tmp_path / "run"))
+        second = started()
+        output, _ = second.communicate(timeout=2 * LIMIT_S)
+        assert second.returncode == 0, output
+        assert {*re.findall(r"\b[0-9a-f]{64}\b", output)} == undisturbed()

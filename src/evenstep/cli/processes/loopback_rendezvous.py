@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 
+import torch
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
@@ -44,7 +45,8 @@ class _LoopbackRendezvous(RendezvousHandler):
                 wait_for_workers=False,
                 multi_tenant=True,
                 master_listen_fd=listener.detach(),
-                use_libuv=False,  # torch 2.6 and older have none that takes a socket
+                # torch 2.6's takes no socket; the other one waits for the rest of half a message.
+                use_libuv=torch.__version__ >= "2.7",
             )
         place = RendezvousStoreInfo(_LOOPBACK, port)
         return RendezvousInfo(PrefixStore(self._run_id, self._store), 0, 1, place)
