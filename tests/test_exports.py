@@ -78,10 +78,11 @@ _EXPORTS = {
         usable_cores
     """,
     "evenstep.distributed": """
-        Exchange LauncherWatch Peers SECRET_FILE StatusBoard agree differences follow_the_first
-        is_first job_share join listed local_share read_secret refuse_divergence restarts
-        shared_bytes show_reported_errors_in_one_line was_launched
+        Exchange LauncherWatch Peers StatusBoard agree differences follow_the_first
+        is_first job_share join listed local_share read_secret refuse_divergence
+        refuse_wrong_sums restarts shared_bytes show_reported_errors_in_one_line was_launched
     """,
+    "evenstep.distributed.machines": "",
     "evenstep.distributed.owners": "",
     "evenstep.distributed.shared": "",
     "evenstep.engine": "Engine Handle InlineLanes Lanes Pending PendingNumber Task ThreadLanes Var",

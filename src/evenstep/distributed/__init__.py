@@ -18,13 +18,12 @@ from evenstep.distributed.rendezvous import (
     show_reported_errors_in_one_line,
     was_launched,
 )
-from evenstep.distributed.secret import SECRET_FILE, read_secret
+from evenstep.distributed.secret import read_secret
 from evenstep.distributed.shared.memory import shared_bytes
 from evenstep.distributed.status_board import StatusBoard
 from evenstep.distributed.watchdog import LauncherWatch
 
 __all__ = [
-    "SECRET_FILE",
     "Exchange",
     "LauncherWatch",
     "Peers",

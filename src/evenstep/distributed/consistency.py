@@ -20,8 +20,8 @@ from evenstep.distributed.process_group import Exchange, Peers
 from evenstep.errors import DivergedError, InputError, WrongSumError
 
 _NAMED = 4  # differences in one message
-_KNOWN = (("few numbers", [100]), ("many numbers", [70_001, 3]))
-"""Sizes of known vectors: one is sent whole, the other in pieces."""
+_FEW, _MANY = 100, 140_000
+"""Known numbers: of a vector that is sent whole, and of all processes' vectors sent in pieces."""
 
 
 def differences(peers: Peers, facts: Facts, exchange: Exchange) -> dict[str, list[str]]:
@@ -182,7 +182,8 @@ def refuse_wrong_sums(
         WrongSumError: in some process the bits differ; every process raises it.
     """
     trees = forest(peers.size, peers.size, tuple(range(one, one + 1) for one in range(peers.size)))
-    for what, sizes in _KNOWN:
+    many = [_MANY // peers.size, 3]
+    for what, sizes in (("few numbers", [_FEW]), ("many numbers", many)):
         reducer = make_reducer(FlatSpace([torch.empty(one) for one in sizes], range(len(sizes))))
         try:
             reducer.reserve(trees, 0)

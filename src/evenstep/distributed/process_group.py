@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
 from evenstep.collectives import Transfer, Transport, wait_all
 from evenstep.distributed.status_board import StatusBoard
 from evenstep.errors import PeerError
-
-if TYPE_CHECKING:
-    from evenstep.distributed.machines.neighbours import Machines
 
 END = "the end of the trainer's `with`"
 """The call of processes that take no further step."""
@@ -78,7 +75,6 @@ class Peers:
         rank, size: this process's number, and the number of processes.
         on_one_machine: whether all processes are in one network namespace.
         rounds: carry messages: through the transport, or a faster way.
-        machines: the processes of each machine, if gradients are summed inside machines first.
     """
 
     def __init__(
@@ -96,7 +92,6 @@ class Peers:
         self.size = transport.size
         self.hosts = hosts
         self.on_one_machine = on_one_machine
-        self.machines: Machines | None = None
 
     def gather(self, message: bytes, exchange: Exchange) -> list[bytes]:
         """Return every process's message, by rank; each process must call this method.

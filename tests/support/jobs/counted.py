@@ -16,8 +16,8 @@ from torch import nn
 import evenstep
 from evenstep.distributed import rendezvous
 from evenstep.distributed.gloo import GlooTransport
+from evenstep.distributed.machines import reduce
 from evenstep.distributed.process_group import TransportRounds
-from evenstep.distributed.shared import reduce
 from evenstep.distributed.shared.rounds import SharedRounds
 from evenstep.engine import ThreadLanes
 

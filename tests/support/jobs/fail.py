@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import evenstep
 from evenstep.data import Loader
-from evenstep.distributed.shared import reduce
+from evenstep.distributed.machines import reduce
 from evenstep.errors import EvenstepError
 from grouping import grouped
 from launched import meet

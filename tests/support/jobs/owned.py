@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import evenstep
 from evenstep.checkpoint.fingerprint import tree_digest
-from evenstep.distributed.shared import reduce
+from evenstep.distributed.machines import reduce
 from evenstep.errors import ClosedError
 from evenstep.steps.owners import reducer as owner_reducer
 from grouping import grouped

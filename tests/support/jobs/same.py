@@ -22,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import evenstep
 from evenstep.checkpoint.fingerprint import tensor_digest
 from evenstep.data import Loader, digits
-from evenstep.distributed.shared import reduce
+from evenstep.distributed.machines import reduce
+from evenstep.distributed.shared import reduce as shared_reduce
 from evenstep.metrics import accuracy
 from grouping import grouped
 from zoo import ZOO, Momentum, Recomputed, SparseInPlaces, build, follow, make_batches, options_of
@@ -199,7 +200,7 @@ def main():
     out, layout, shards, in_flight = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:5])
     way = sys.argv[5] if len(sys.argv) > 5 else "plain"
     if way != "plain":
-        reduce.BUCKET_BYTES, reduce.SMALL_BYTES = TINY_BYTES, 0
+        reduce.BUCKET_BYTES, shared_reduce.SMALL_BYTES = TINY_BYTES, 0
     if way == "network":
         reduce.SharedMemoryReducer = reduce.NetworkReducer
     rank = int(os.environ.get("RANK", "0"))

@@ -18,7 +18,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import evenstep
-from evenstep.distributed.shared import reduce
+from evenstep.distributed.machines import reduce
 from evenstep.metrics import accuracy
 from grouping import grouped
 from zoo import build, make_batches, options_of

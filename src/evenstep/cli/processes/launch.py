@@ -24,7 +24,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from evenstep.cli.processes import loopback_rendezvous
 from evenstep.cli.processes.hash_seed import HASH_SEED
 from evenstep.cli.processes.report import FOLDER, reported_shares
-from evenstep.distributed import SECRET_FILE
+from evenstep.distributed.secret import SECRET_FILE
 from evenstep.errors import InputError
 from evenstep.files import write_file
 from evenstep.profiling.accounting import DeviceShares

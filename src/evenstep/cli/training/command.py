@@ -38,7 +38,8 @@ from evenstep.cli.training.setup import (
 from evenstep.data import Loader
 from evenstep.devices import intra_op_threads
 from evenstep.devices.discovery import WITHIN_ROUNDING
-from evenstep.distributed import SECRET_FILE, is_first, read_secret, restarts, was_launched
+from evenstep.distributed import is_first, read_secret, restarts, was_launched
+from evenstep.distributed.secret import SECRET_FILE
 from evenstep.errors import CheckpointError, InputError, SaveError
 from evenstep.models.registry import find_factory
 from evenstep.profiling.accounting import DeviceShares

@@ -16,6 +16,7 @@ from evenstep.collectives import CanonicalSum, Forest, even_bounds
 from evenstep.distributed.flat_buffers import FlatSpace
 from evenstep.distributed.gradient_reduce import BUCKET_BYTES, NetworkReducer
 from evenstep.distributed.machines.neighbours import Machines
+from evenstep.distributed.machines.rounds import MachineRounds
 from evenstep.distributed.process_group import Exchange, Peers
 from evenstep.distributed.shared.memory import NO, YES, all_say, shared_bytes
 from evenstep.distributed.shared.reduce import SharedMemoryReducer, SharedVectors
@@ -88,7 +89,7 @@ class MachineReducer(SharedMemoryReducer):
 
 def gradient_reducer(peers: Peers, flats: FlatSpace, *, on_cpus: bool) -> NetworkReducer:
     """Return the fastest reducer that is available."""
-    if on_cpus and peers.machines is not None:
-        return MachineReducer(peers, flats, BUCKET_BYTES, peers.machines)
+    if on_cpus and isinstance(peers.rounds, MachineRounds):
+        return MachineReducer(peers, flats, BUCKET_BYTES, peers.rounds.machines)
     make = SharedMemoryReducer if peers.on_one_machine and on_cpus else NetworkReducer
     return make(peers, flats, BUCKET_BYTES)

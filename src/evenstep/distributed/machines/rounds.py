@@ -25,10 +25,13 @@ class MachineRounds:
     Args:
         machines: which processes are on which machine.
         rounds: carry messages inside this machine.
+
+    Attributes:
+        machines: as given.
     """
 
     def __init__(self, machines: Machines, rounds: SharedRounds) -> None:
-        self._machines, self._rounds = machines, rounds
+        self.machines, self._rounds = machines, rounds
         self._column = machines.column if machines.own.rank == 0 else None
 
     def exchange(self, message: bytes) -> list[bytes]:
@@ -37,7 +40,7 @@ class MachineRounds:
         Raises:
             PeerError: a process did not respond in time, or has left.
         """
-        ranks = self._machines.own.ranks
+        ranks = self.machines.own.ranks
         try:
             own = self._rounds.exchange(message)
             answer = b"" if self._column is None else self._from_all(own, self._column)
@@ -53,15 +56,15 @@ class MachineRounds:
     def close(self) -> None:
         """Leave: processes of this machine that wait for this one get a PeerError."""
         self._rounds.close()
-        if self._machines.column is not None:
-            self._machines.column.close()
+        if self.machines.column is not None:
+            self.machines.column.close()
 
     def _from_all(self, own: Sequence[bytes], column: Transport) -> bytes:
         """Return what all machines say, or the error that keeps this one from knowing."""
         try:
             return _DONE + _packed(TransportRounds(column).exchange(_packed(own)))
         except PeerError as error:
-            named = self._machines.in_column(error)
+            named = self.machines.in_column(error)
             rank = -1 if named.rank is None else named.rank
             return _FAILED + _GONE.pack(rank) + str(named).encode()
 
@@ -77,7 +80,7 @@ def join_machines(
     """Let the processes of each machine share memory, and connect columns of them.
 
     Args:
-        peers: all processes; they get `machines`.
+        peers: all processes.
         ranks: the processes of each machine.
         meeting: carries messages between all processes until then.
         rounds_in: returns what carries messages between the processes of one machine.
@@ -99,8 +102,7 @@ def join_machines(
     column = None
     if own.rank < columns:
         column = connect(f"column/{own.rank}", ranks.index(own_ranks), len(ranks))
-    peers.machines = Machines(tuple(ranks), own, columns, column)
-    return MachineRounds(peers.machines, shared)
+    return MachineRounds(Machines(tuple(ranks), own, columns, column), shared)
 
 
 def _packed(messages: Sequence[bytes]) -> bytes:
