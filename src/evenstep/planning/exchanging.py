@@ -12,6 +12,7 @@ from evenstep.planning.formulas import ring_nbytes
 
 _SMALL_NBYTES = 64 << 10  # a piece of which all processes get everything at once
 _COPIES = 2  # in shared memory: the addition of a chunk, and a copy of the sum
+_ASKING = 1  # more latencies of a message: gloo asks whether it may send
 _MOST_PIECES = 4096  # buckets of all processes
 _SHARDED_PASSES = 1.5  # parameters gathered twice and gradients scattered once, over an all-reduce
 
@@ -89,10 +90,12 @@ class Reduction:
         near, far = self._beside[process] - 1, count - self._beside[process]
         arrives_s = now_s
         if near:
-            arrives_s = self._local[process].send(now_s, nbytes * near / count, near)
+            asked_s = now_s + _ASKING * self._machine.local.latency_s
+            arrives_s = self._local[process].send(asked_s, nbytes * near / count, near)
         if far:
             wire = self._network[self._of_machine[process]]
-            arrives_s = max(arrives_s, wire.send(now_s, nbytes * far / count, far))
+            asked_s = now_s + _ASKING * self._machine.network.latency_s
+            arrives_s = max(arrives_s, wire.send(asked_s, nbytes * far / count, far))
         self._events.at(arrives_s, then)
 
     def _add(self, bucket: int) -> None:
