@@ -112,7 +112,7 @@ def read_machine(file: Path) -> Machine:
         return _machine(json.loads(content)["machine"])
     except OSError as error:
         raise InputError(f"{file} could not be read ({error.strerror}): {_FIX}") from None
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise InputError(f"{file} describes no machine ({error}): {_FIX}") from None
 
 
