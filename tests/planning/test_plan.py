@@ -74,7 +74,8 @@ def test_memory_counts_what_a_layout_divides():
 def test_what_was_not_measured_is_said_and_widens_the_range():
     known = predict(work(), Machine(slowdown=(1.0, 1.0)), one_process(2))
     unknown = predict(work(), Machine(), one_process(2))
-    assert not known.unseen and "not measured" in unknown.unseen[0]
+    assert not known.unseen
+    assert "not measured" in unknown.unseen[0]
     assert unknown.most / unknown.least > known.most / known.least
     gpu = predict(work(device="cuda"), Machine(), Arrangement(devices=2))
     assert any("cuda" in text for text in gpu.unseen)

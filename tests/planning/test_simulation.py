@@ -30,8 +30,8 @@ def work(**fields):
     return Work(**{"name": "x", "examples": 64, "shards": 8, "shard_s": (SHARD_S,), **fields})
 
 
-def seconds(work_, machine=Machine(), **layout):
-    return simulate(work_, machine, Arrangement(**layout), random.Random(0)).seconds
+def seconds(work_, machine=None, **layout):
+    return simulate(work_, machine or Machine(), Arrangement(**layout), random.Random(0)).seconds
 
 
 def in_one_process(devices, **more):
