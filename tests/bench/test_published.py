@@ -1,5 +1,6 @@
 """Published tables beside predictions, and what is simulated for the book."""
 
+import itertools
 import statistics
 
 import pytest
@@ -43,8 +44,8 @@ def test_a_hundredth_of_the_network_is_slower():
 def test_two_machines_gain_more_with_a_better_network_and_a_smaller_model(step_s):
     found = scale.gains(step_s)
     for row in found:
-        assert all(a <= b + 1e-9 for a, b in zip(row, row[1:], strict=False))
+        assert all(a <= b + 1e-9 for a, b in itertools.pairwise(row))
     for column in zip(*found, strict=True):
-        assert all(a >= b - 1e-9 for a, b in zip(column, column[1:], strict=False))
+        assert all(a >= b - 1e-9 for a, b in itertools.pairwise(column))
     assert 0 < found[-1][0] < 0.1
     assert 1.9 < found[0][-1] <= 2
