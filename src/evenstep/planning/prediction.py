@@ -163,7 +163,7 @@ def _without(
     if arrangement.divide == "stages":
         yield "bubbles", (_cut_finely(work, 64 * arrangement.devices), machine, arrangement)
     elif arrangement.divide != "slices":
-        even = arrangement.devices * math.ceil(8 * work.shards / arrangement.devices)
+        even = arrangement.devices * math.ceil(work.shards / arrangement.devices)
         yield "V", (_cut_finely(work, even), machine, arrangement)
 
 
