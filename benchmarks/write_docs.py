@@ -21,7 +21,9 @@ import jinja2
 
 import glance_picture
 import measure
+import published
 import readme_picture
+import scale
 from benchmark import FOLDER, RESULTS, ROOT, load
 from evenstep.bench import pictures, summarise
 from evenstep.bench.tables import Table, number
@@ -70,6 +72,7 @@ def draw(book: Mapping[str, Any] | None, documents: Mapping[str, Any]) -> None:
     for name in ("scaling_lenet", "scaling_resnet18"):
         if document := load(name):
             pictures.draw_scaling(document, IMAGES / f"{name}.png")
+    scale.write(IMAGES)
     if document := load("stages"):
         timelines = [run["timeline"] for run in document["runs"] if run["part"] == "stages.8"]
         pictures.draw_stages(timelines[-1], IMAGES / "stages.png")
@@ -107,6 +110,7 @@ def page(name: str, results: Path, notes: Mapping[str, str]) -> str:
         parts_of_time=speed.parts_of_time,
         scripts=scripts,
         versions=versions,
+        published=published.table(),
         summary=summary,
     )
 
@@ -203,6 +207,8 @@ def book_page(document: Mapping[str, Any], notes: Mapping[str, str]) -> str:
         table=lambda experiment: book_table(experiment.rows(figures)),
         drawn=lambda name: book_pictures.draw(name, figures) is not None,
         titles=book_pictures.TITLES,
+        thousand=scale.thousand(),
+        failures=scale.failures(),
     )
 
 

@@ -52,6 +52,7 @@ _EXPORTS = {
     "evenstep.cli": "main",
     "evenstep.cli.machine": "",
     "evenstep.cli.options": "",
+    "evenstep.cli.planning": "",
     "evenstep.cli.processes": "",
     "evenstep.cli.records": "",
     "evenstep.cli.terminal": "",

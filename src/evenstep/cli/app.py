@@ -20,6 +20,7 @@ from evenstep.cli.commands import (
     doctor,
     explain,
     export,
+    plan,
     record,
     reproduce,
     train,
@@ -35,7 +36,7 @@ COMMANDS = {
     "Why do two runs differ": (record, compare),
     "Look inside": (doctor, devices, explain),
     "Use a trained model": (export,),
-    "Measure": (bench, reproduce),
+    "Measure": (plan, bench, reproduce),
 }
 """The commands, by their headings in the help."""
 

@@ -15,6 +15,7 @@ import click
 
 from evenstep.cli.options.bench import Plan
 from evenstep.cli.options.completion import SuggestedList
+from evenstep.cli.options.plan import PlanOptions
 from evenstep.cli.options.table import GroupedCommand, GroupedOption, takes_options
 from evenstep.cli.options.training import ExperimentOptions, LayoutOptions
 from evenstep.cli.terminal.files import OutputFile
@@ -146,19 +147,26 @@ def devices() -> None:
     prints="lenet: all 23 operations are portable",
 )
 @_as_json
+@click.option("--measure", is_flag=True,
+              help="Measure what evenstep plan needs to know of this machine.")  # fmt: skip
 @click.option("--model", metavar="MODEL",
               help="Say instead which operations of this model are portable.")  # fmt: skip
 @click.option("--data", default="digits", show_default=True,
               type=click.Choice(["digits", "fashion-mnist"]),
               help="The data set to try that model with.")  # fmt: skip
 @click.pass_obj
-def doctor(environment: Mapping[str, str], as_json: bool, model: str | None, data: str) -> None:
+def doctor(
+    environment: Mapping[str, str], as_json: bool, measure: bool, model: str | None, data: str
+) -> None:
     """Say what is missing, what would change results or slow trainings down, and how to fix it."""
     with loading("torch"):
         from evenstep.cli.machine.doctor import doctor
         from evenstep.cli.machine.operations import operations
+        from evenstep.cli.planning.machines import measure_machine
 
-    if model is None:
+    if measure:
+        measure_machine(as_json=as_json)
+    elif model is None:
         doctor(environment, as_json=as_json)
     else:
         operations(model, data, as_json=as_json)
@@ -275,6 +283,24 @@ def reproduce(only: str | None, quick: bool, data_dir: str | None, out: Path) ->
         from evenstep.cli.reproduce import reproduce
 
     reproduce(only, quick=quick, data_dir=data_dir, out=out)
+
+
+@click.command(
+    cls=GroupedCommand,
+    example="evenstep plan --model lenet --batch-size 64 --devices 1..4 --network 1Gbit --steps 2",
+    prints="devices  machines  examples/s  from  to  speed-up  efficiency  ...",
+)
+@takes_options(options=PlanOptions)
+def plan(options: PlanOptions) -> None:
+    """Predict what more devices, a network or another number of shards would bring (seconds).
+
+    Measures some steps on one device, or takes them from the trace of a training on one, and
+    simulates the step on others. It says what binds, and what nobody has measured.
+    """
+    with loading("torch"):
+        from evenstep.cli.planning.command import plan
+
+    plan(options)
 
 
 @click.group()

@@ -12,6 +12,7 @@ from evenstep.planning.formulas import ring_nbytes
 
 _SMALL_NBYTES = 64 << 10  # a piece of which all processes get everything at once
 _COPIES = 2  # in shared memory: the addition of a chunk, and a copy of the sum
+_ASKING = 1  # more latencies of a message: gloo asks whether it may send
 _MOST_PIECES = 4096  # buckets of all processes
 _SHARDED_PASSES = 1.5  # parameters gathered twice and gradients scattered once, over an all-reduce
 
@@ -47,6 +48,7 @@ class Reduction:
         buckets = max(1, math.ceil(work.gradient_nbytes / BUCKET_NBYTES))
         self.buckets = min(buckets, max(2, _MOST_PIECES // count))  # coarser with many processes
         self._nbytes = work.gradient_nbytes / self.buckets
+        self._messages = math.ceil(buckets / self.buckets)  # that one stands for
         network, local = machine.network, machine.local
         machines = range(1 if network.shared else arrangement.machines)
         self._network = [Wire(network) for _ in machines] * (
@@ -86,13 +88,16 @@ class Reduction:
     def _send(self, process: int, nbytes: float, then: Callable[[], object]) -> None:
         """Send a process's part of `nbytes` to each other process."""
         now_s, count = self._events.now_s, len(self._processes)
+        messages = self._messages if nbytes else 1
         near, far = self._beside[process] - 1, count - self._beside[process]
         arrives_s = now_s
         if near:
-            arrives_s = self._local[process].send(now_s, nbytes * near / count, near)
+            asked_s = now_s + _ASKING * self._machine.local.latency_s
+            arrives_s = self._local[process].send(asked_s, nbytes * near / count, near * messages)
         if far:
             wire = self._network[self._of_machine[process]]
-            arrives_s = max(arrives_s, wire.send(now_s, nbytes * far / count, far))
+            asked_s = now_s + _ASKING * self._machine.network.latency_s
+            arrives_s = max(arrives_s, wire.send(asked_s, nbytes * far / count, far * messages))
         self._events.at(arrives_s, then)
 
     def _add(self, bucket: int) -> None:

@@ -130,7 +130,7 @@ def _times(
     work: Work, machine: Machine, arrangement: Arrangement, seed: int, fewest: int = 1
 ) -> list[StepTimes]:
     """Simulate as many steps as are worth their time; the same seed gives the same steps."""
-    generator = random.Random(seed)
+    generator = random.Random(seed)  # noqa: S311
     processes = len(arrangement.processes)
     events = work.shards + 16 * processes * (processes > 1)
     steps = min(max(_MOST_EVENTS // events, fewest), _MOST_STEPS)
@@ -144,7 +144,7 @@ def _shares(times: list[StepTimes]) -> dict[str, float]:
     exchanged = sum(one.exchanged_s for one in times)
     ended = sum(one.ended_s for one in times)
     parts = (busy, whole - busy - exchanged - ended, exchanged, ended)
-    return {part: spent / whole for part, spent in zip(PARTS, parts, strict=True)}
+    return {part: max(0.0, spent) / whole for part, spent in zip(PARTS, parts, strict=True)}
 
 
 def _without(
@@ -163,7 +163,7 @@ def _without(
     if arrangement.divide == "stages":
         yield "bubbles", (_cut_finely(work, 64 * arrangement.devices), machine, arrangement)
     elif arrangement.divide != "slices":
-        even = arrangement.devices * math.ceil(8 * work.shards / arrangement.devices)
+        even = arrangement.devices * math.ceil(work.shards / arrangement.devices)
         yield "V", (_cut_finely(work, even), machine, arrangement)
 
 
@@ -219,10 +219,9 @@ def _reasons(
                 f"sums; a power of two of processes, or of shards for each, sends 1"
             )
         if machine.network.latency_s > 0.005 * step_s:
-            yield (
-                f"a step waits for {machine.network.latency_s * 1e3:,.3g} ms of latency at least "
-                f"twice"
-            )
+            rounds = 2 if work.gradient_nbytes * (processes - 1) <= 64 << 10 else 4
+            late_ms = rounds * machine.network.latency_s * 1e3
+            yield f"a step waits for {rounds} latencies of the network: {late_ms:,.3g} ms"
     if arrangement.divide == "slices":
         yield "slices: the devices meet in each layer, which is not counted here"
     yield f"what binds: {BOUND[binds]}"

@@ -165,6 +165,11 @@ def account_of_trace(document: object) -> TraceAccount:
     return _account_of(*_parse(_items(document)))
 
 
+def events_of_trace(document: object) -> list[Event]:
+    """Return the bars of a trace that `Trace.to_json` returned."""
+    return _parse(_items(document))[1]
+
+
 def _account_of(rows: Sequence[str], events: Sequence[Event], about: _About) -> TraceAccount:
     dropped = about.dropped
     steps = _steps(events, dropped)

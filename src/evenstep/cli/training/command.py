@@ -42,6 +42,7 @@ from evenstep.distributed import is_first, read_secret, restarts, was_launched
 from evenstep.distributed.secret import SECRET_FILE
 from evenstep.errors import CheckpointError, InputError, SaveError
 from evenstep.models.registry import find_factory
+from evenstep.planning import facts_of
 from evenstep.profiling.accounting import DeviceShares
 from evenstep.training.trainer import Trainer
 
@@ -76,7 +77,13 @@ def _train_here(experiment: ExperimentOptions, layout: LayoutOptions, stdout: Te
             record = train_and_test(training, console)
         finally:
             if layout.trace_file is not None:
-                training.trainer.trace.save(target_of(layout.trace_file))
+                trace = training.trainer.trace
+                trace.facts["training"] = facts_of(
+                    training.trainer.model.parameters(),
+                    training.trainer.optimizer,
+                    training.options.batch_size,
+                )
+                trace.save(target_of(layout.trace_file))
     print_table(console, fields_table(_fields(record, layout.checkpoint_dir)))
     shares = [] if record.train_loss is None else [*training.trainer.shares()]
     if not report_shares(shares):

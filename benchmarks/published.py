@@ -1,0 +1,86 @@
+"""Published tables beside what `evenstep.planning` predicts from their first row.
+
+The model is told what the tables' hardware is in `published.json`: the rates of its links by their
+makers' data, the bytes that a step exchanges, and the examples of a device. The first row gives the
+time of a step on one device (or, where no row is of one, on the fewest). Nothing is fitted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from benchmark import FOLDER
+from evenstep.bench.tables import Table, number
+from evenstep.planning import Arrangement, Link, Machine, Work
+from evenstep.planning.prediction import usual_s
+
+_USABLE = 0.94  # of a network's rate: as `evenstep.planning.parse_network`
+_PER_DEVICE = "tokens/s/GPU"
+
+
+def tables_published() -> list[dict[str, Any]]:
+    """Return the published tables."""
+    found: list[dict[str, Any]] = json.loads((FOLDER / "published.json").read_text("utf-8"))
+    return found
+
+
+def rows(one: Mapping[str, Any]) -> Iterator[tuple[int, float, float]]:
+    """Yield devices, the predicted and the published figure, without the first row."""
+    published = {int(devices): float(speed) for devices, speed in one["published"].items()}
+    first, *others = published
+    is_each = one["unit"] == _PER_DEVICE
+    speed_of_one = published[first] / (1 if is_each else first)
+    base_s = step_s(one, first, one["each"] / speed_of_one)
+    for devices in others:
+        efficiency = base_s / step_s(one, devices, one["each"] / speed_of_one)
+        whole = published[first] * efficiency
+        yield devices, whole if is_each else whole * devices / first, published[devices]
+
+
+def step_s(one: Mapping[str, Any], devices: int, alone_s: float) -> float:
+    """Return the seconds of a step on some devices, each of which has a batch of its own."""
+    latency_s = one["latency_us"] * 1e-6
+    gbit = one["network_gbit_s"]
+    network = Link(
+        bytes_per_s=math.inf if gbit is None else gbit * 1e9 / 8 * _USABLE, latency_s=latency_s
+    )
+    machine = Machine(
+        devices=one["per_machine"],
+        has_own_memory=True,
+        local=Link(bytes_per_s=one["local_gbyte_s"] * 1e9, latency_s=latency_s),
+        network=network,
+    )
+    work = Work(
+        name=one["trained"],
+        examples=one["each"] * devices,
+        shards=devices,
+        shard_s=(alone_s,),
+        gradient_nbytes=int(one["exchanged_mb"] * 1e6),
+        device="gpu",
+    )
+    layout = Arrangement(devices=devices, per_machine=one["per_machine"], exchange=one["exchange"])
+    return usual_s(work, machine, layout)
+
+
+def errors() -> list[float]:
+    """Return the error of each predicted row."""
+    return [
+        predicted / measured - 1
+        for one in tables_published()
+        for _, predicted, measured in rows(one)
+    ]
+
+
+def table() -> Table:
+    """Return all rows: predicted, published, and the error."""
+    found = []
+    for one in tables_published():
+        for devices, predicted, measured in rows(one):
+            what = f"[{one['source']}]({one['url']}): {one['trained']}"
+            figures = [number(predicted), number(measured), f"{predicted / measured - 1:+.1%}"]
+            found.append([what, one["hardware"], str(devices), *figures, one["unit"]])
+    heads = ("table", "hardware", "devices", "predicted", "published", "error", "unit")
+    return Table(heads, found, 2)

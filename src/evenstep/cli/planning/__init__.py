@@ -1,0 +1,1 @@
+"""`evenstep plan`: what more devices would bring."""

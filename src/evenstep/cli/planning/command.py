@@ -1,0 +1,205 @@
+"""`evenstep plan`: a table of what more devices would bring, a picture, and a run beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from evenstep.bench.results import write_text
+from evenstep.bench.workload import Job, find_workload
+from evenstep.cli.options.bench import whole_numbers
+from evenstep.cli.options.plan import PlanOptions
+from evenstep.cli.planning.machines import described_machine, read_machine
+from evenstep.cli.planning.measuring import fixed_s, measured_machine, measured_work
+from evenstep.cli.planning.pictures import draw_plan, page_of_plan
+from evenstep.cli.terminal.output import numbers_table, print_line, print_table, say
+from evenstep.errors import InputError, counted, shown
+from evenstep.limits import MOST_DEVICES
+from evenstep.planning import Comparison, Machine, Plan, Prediction, Work, compared, work_of_trace
+from evenstep.planning import plan as planned
+from evenstep.planning.plan import MOST_PLANNED
+from evenstep.profiling.reader import read_trace
+
+_RANGE = re.compile(r"\s*0*([1-9]\d{0,8})\s*\.\.\s*0*([1-9]\d{0,8})\s*")
+_MOST_ROWS = 40
+_HEADS = (
+    *("devices", "machines", "examples/s", "from", "to", "speed-up", "efficiency"),
+    *("MiB a device", "computing", "waiting", "exchange", "end", "binds"),
+)
+
+
+def plan(options: PlanOptions) -> None:
+    """Print what more devices would bring."""
+    counts = device_counts(options.devices)
+    refuse(options, counts)
+    work, machine = _inputs(options)
+    known = "network" not in options.given and math.isfinite(machine.network.bytes_per_s)
+    found = planned(
+        work,
+        devices=counts,
+        machine=machine,
+        network=None if known else options.network,
+        per_machine=options.per_machine,
+        per_process=options.per_process,
+        divide="stages" if options.stages > 1 else "owners" if options.owners else "data",
+        stages=options.stages,
+        shards=options.shards,
+        batch_size=options.batch_size,
+        in_flight=options.in_flight,
+        sockets=options.owners,
+    )
+    beside = None
+    if options.compare is not None:
+        beside = compared(_of_run(found, options.compare), options.compare)
+    if options.out is not None:
+        _draw(found, options.out)
+    if options.as_json:
+        more = {} if beside is None else {"compared": dataclasses.asdict(beside)}
+        click.echo(json.dumps({**found.to_json(), **more}, allow_nan=False))
+    else:
+        _print(Console(), found, beside)
+
+
+def device_counts(text: str) -> list[int]:
+    """Return the numbers that "1..16" (at most 40 of them) or "1,2,4" names."""
+    if between := _RANGE.fullmatch(text):
+        first, last = int(between[1]), int(between[2])
+        if first > last:
+            raise InputError(f"got --devices {shown(text)}: give the smaller number first")
+        counts = list(range(first, min(last, first + _MOST_ROWS - 1) + 1))
+        if last - first >= _MOST_ROWS:  # powers of two, and the last
+            powers = [2**n for n in range(31) if first <= 2**n <= last]
+            counts = sorted({first, *powers, last})
+    else:
+        counts = sorted(set(whole_numbers("--devices", text)))
+    if len(counts) > _MOST_ROWS or counts[-1] > MOST_PLANNED:
+        raise InputError(
+            f"got --devices {shown(text)}: give at most {_MOST_ROWS} numbers, up to "
+            f"{MOST_PLANNED:,}"
+        )
+    return counts
+
+
+def refuse(options: PlanOptions, counts: list[int]) -> None:
+    """Refuse what evenstep can't do, by name.
+
+    Raises:
+        InputError: the options can't be combined, or name more than there can be.
+    """
+    if options.stages > 1 and options.owners:
+        raise InputError("got --stages and --owners: a plan is for one of them, so leave one out")
+    inside = options.per_process or options.per_machine or 1
+    if inside > MOST_DEVICES:
+        raise InputError(
+            f"got {inside} devices of a process: a process has at most {MOST_DEVICES} devices, so "
+            f"give a smaller --per-process"
+        )
+    if options.trace_file is not None and "model" in options.given:
+        raise InputError("got --trace and --model: the trace says what is trained; leave one out")
+    if options.shards is not None and options.shards < min(counts):
+        raise InputError(
+            f"got --shards {options.shards} and --devices {shown(options.devices)}: devices beyond "
+            f"the number of shards get no work, so give at least {min(counts)} shards"
+        )
+
+
+def _inputs(options: PlanOptions) -> tuple[Work, Machine]:
+    """Return the work and the machine: from files, or measured now."""
+    given = None if options.machine is None else read_machine(options.machine)
+    if options.trace_file is not None:
+        return work_of_trace(options.trace_file), given or described_machine(options.per_machine)
+    find_workload(options.model).make_network()
+    examples = options.batch_size or 256
+    job = Job(
+        network=options.model,
+        examples=examples,
+        shape=whole_numbers("--shape", options.shape),
+        shards=min(options.shards or 8, examples),
+        warmup_steps=3,
+        steps=options.steps,
+        memory_format="preserve",
+    )
+    say(f"measuring {options.model}: {counted(options.steps, 'step')} on one device")
+    work = measured_work(job)
+    work = dataclasses.replace(work, fixed_s=fixed_s(job, work))
+    return work, given or measured_machine(job)
+
+
+def _of_run(found: Plan, file: str) -> Prediction:
+    """Return the prediction for as many devices as a run had."""
+    devices = len(read_trace(file)[0].devices)
+    for one in found.predictions:
+        if one.arrangement.devices == devices:
+            return one
+    raise InputError(
+        f"{file} is the trace of {counted(devices, 'device')}, which the plan does not have: "
+        f"add {devices} to --devices"
+    )
+
+
+def _draw(found: Plan, file: Path) -> None:
+    if file.suffix == ".html":
+        write_text(file, page_of_plan(found))
+    else:
+        draw_plan(found, file)
+
+
+def _print(console: Console, found: Plan, beside: Comparison | None) -> None:
+    work = found.work
+    print_line(
+        console,
+        f"{work.name}, batches of {work.examples:,}, V = {work.shards}: a shard takes "
+        f"{work.usual_s * 1e3:,.2f} ms on one device, the median of {len(work.shard_s)}",
+    )
+    print_line(console, "")
+    print_table(console, numbers_table(_HEADS, map(_row, found.predictions)))
+    for text in said(found, beside):
+        print_line(console, text)
+
+
+def said(found: Plan, beside: Comparison | None = None) -> Iterator[str]:
+    """Yield the lines under the table."""
+    yield ""
+    last = found.predictions[-1]
+    for text in last.reasons:
+        yield f"{counted(last.arrangement.devices, 'device')}: {text}"
+    if last.arrangement.devices > 1:
+        yield (
+            f"more than {counted(found.pays_until, 'device')} are not worth it: twice as many "
+            f"bring less than 10%"
+            if found.pays_until < last.arrangement.devices
+            else f"up to {counted(found.pays_until, 'device')}, more devices pay"
+        )
+    yield from found.advice
+    if last.fits is False:
+        yield f"{counted(last.arrangement.devices, 'device')} don't have enough memory"
+    if found.work.activation_nbytes is None:
+        yield "memory is without activations, which a trace does not hold"
+    for text in found.unseen:
+        yield f"not seen: {text}"
+    if beside is not None:
+        inside = "inside" if beside.within else "outside"
+        yield (
+            f"the run on {counted(beside.devices, 'device')}: {beside.measured:,.1f} examples/s, "
+            f"predicted {beside.predicted:,.1f} ({beside.error:+.1%}), {inside} the range"
+        )
+
+
+def _row(one: Prediction) -> list[str]:
+    return [
+        str(one.arrangement.devices),
+        str(one.arrangement.machines),
+        *(f"{value:,.1f}" for value in (one.examples_per_s, one.least, one.most)),
+        f"{one.speed_up:.2f}",
+        f"{one.efficiency:.0%}",
+        f"{one.memory_nbytes / 2**20:,.0f}{'' if one.fits is not False else ' (too much)'}",
+        *(f"{share:.0%}" for share in one.shares.values()),
+        one.binds,
+    ]

@@ -1,0 +1,182 @@
+"""`evenstep plan`, and `evenstep doctor --measure`."""
+
+import json
+
+import pytest
+
+from commands import complaint, run
+from evenstep.planning import work_of_trace
+from traces import HandTrace
+
+FACTS = {"examples": 80, "gradient_nbytes": 4_000_000, "state_nbytes": 0}
+
+
+def hand_trace(*devices, shard=10.0, steps=6, first=500.0, facts=FACTS):
+    """Steps of 8 shards; the first two take longer."""
+    trace = HandTrace(*devices)
+    for step in range(steps):
+        each = [first if step < 2 else shard] * (8 // len(devices))
+        trace.add(*[each] * len(devices), update=4.0)
+    trace.trace.facts["training"] = facts
+    return trace
+
+
+@pytest.fixture
+def saved(tmp_path):
+    def save(trace, name="one.trace"):
+        trace.trace.save(tmp_path / name)
+        return tmp_path / name
+
+    return save
+
+
+def test_a_trace_is_planned(saved):
+    file = saved(hand_trace("cpu:0"))
+    options = ("--devices", "1..3", "--per-machine", "4", "--json")
+    found = json.loads(run("plan", "--trace", file, *options).stdout)
+    speeds = [one["examples_per_s"] for one in found["predictions"]]
+    # 8 shards of 10 ms, and 4 ms for the update
+    assert speeds == pytest.approx([80 / 0.084, 80 / 0.044, 80 / 0.034], rel=1e-6)
+    text = run("plan", "--trace", file, *options[:-1]).stdout
+    assert "3 devices: V = 8 on 3 devices: at most 2.67 times" in text
+    assert "not seen: how 3 devices of one machine slow each other down: not measured" in text
+    assert "memory is without activations" in text
+
+
+def test_the_first_steps_and_incomplete_ones_are_left_out(saved):
+    work = work_of_trace(saved(hand_trace("cpu:0")))
+    assert work.shard_s == pytest.approx([0.01] * len(work.shard_s))
+    assert len(work.shard_s) == 4 * 8
+    assert (work.shards, work.examples, work.gradient_nbytes) == (8, 80, 4_000_000)
+    assert work.update_s == pytest.approx(0.004)
+
+
+def test_a_run_is_put_beside_the_plan(saved):
+    one, two = hand_trace("cpu:0"), hand_trace("cpu:0", "cpu:1", shard=11.0)
+    options = ("--trace", saved(one), "--per-machine", "2", "--devices", "1,2")
+    compared = ("--compare", saved(two, "two.trace"))
+    found = json.loads(run("plan", *options, *compared, "--json").stdout)["compared"]
+    assert found["error"] == pytest.approx(48 / 44 - 1, abs=1e-3)
+    assert found["within"]
+    assert "the run on 2 devices: 1,666.7 examples/s, predicted 1,818.2 (+9.1%), inside" in (
+        run("plan", *options, *compared).stdout
+    )
+    alone = complaint("plan", *options[:-1], "1", *compared, code=2)
+    assert "add 2 to --devices" in alone
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".png", ".html"])
+def test_a_plan_is_drawn(saved, tmp_path, suffix):
+    out = tmp_path / f"plan{suffix}"
+    run("plan", "--trace", saved(hand_trace("cpu:0")), "--per-machine", "16", "--out", out)
+    content = out.read_bytes()
+    assert content.startswith({".png": b"\x89PNG", ".svg": b"<?xml", ".html": b"<!doc"}[suffix])
+    if suffix == ".html":
+        assert b"8 get no work" in content
+
+
+def test_a_model_is_measured_and_planned():
+    options = ("--batch-size", "32", "--steps", "2", "--devices", "1,2,4", "--network", "1Gbit")
+    text = run("plan", "--model", "mlp", *options, "--per-machine", "2").stdout
+    assert "mlp, batches of 32, V = 8" in text
+    assert "not seen: several machines" in text
+
+
+def test_a_measured_machine_is_read_back(saved, tmp_path):
+    machine = json.loads(run("doctor", "--measure", "--json").stdout)
+    assert machine["machine"]["local"]["bytes_per_s"] > 1e6
+    assert min(machine["machine"]["slowdown"]) >= 1.0
+    file = tmp_path / "machine.json"
+    machine["machine"] |= {"devices": 2, "slowdown": [1.0, 1.25]}
+    file.write_text(json.dumps(machine))
+    options = ("--devices", "1,2", "--machine", file, "--json")
+    found = json.loads(run("plan", "--trace", saved(hand_trace("cpu:0")), *options).stdout)
+    assert found["predictions"][1]["step_s"] == pytest.approx(0.04 * 1.25 + 0.004)
+    assert not found["unseen"]
+
+
+MACHINES = ["", "[]", "{", "null", '{"machine": 3}', '{"machine": {"devices": 1e400}}']
+MACHINES += ['{"machine": {"devices": 0}}', '{"machine": {"slowdown": [0.5]}}', "[" * 60_000]
+MACHINES += ['{"machine": {"colour": 1}}', '{"machine": {"local": {"bytes_per_s": 0}}}']
+MACHINES += ['{"machine": {"local": {"speed": 1}}}', '{"machine": {"slowdown": ["x"]}}']
+MACHINES += ['{"machine": {"memory_nbytes": NaN}}', " " * 70_000, '{"machine": {"local": []}}']
+
+
+@pytest.mark.parametrize("text", MACHINES)
+def test_a_file_that_describes_no_machine_gets_one_line(saved, tmp_path, text):
+    file = tmp_path / "machine.json"
+    file.write_text(text)
+    trace = saved(hand_trace("cpu:0"))
+    complaint("plan", "--trace", trace, "--devices", "1", "--machine", file, code=2)
+
+
+def test_no_machine_file_gets_one_line(tmp_path, saved):
+    trace = saved(hand_trace("cpu:0"))
+    said = complaint("plan", "--trace", trace, "--machine", tmp_path / "none", code=2)
+    assert "evenstep doctor --measure --json" in said
+
+
+def test_a_trace_of_several_devices_is_no_beginning(saved):
+    said = complaint("plan", "--trace", saved(hand_trace("cpu:0", "cpu:1")), code=2)
+    assert "the trace of 2 devices" in said
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {},
+        {"examples": 0, "gradient_nbytes": 1},
+        {"examples": -5, "gradient_nbytes": 1},
+        {"examples": 1.5, "gradient_nbytes": 1},
+        {"examples": True, "gradient_nbytes": 1},
+        {"examples": 10**30, "gradient_nbytes": 1},
+        {"examples": 5},
+        [],
+        7,
+        {"examples": 5, "gradient_nbytes": "much"},
+    ],
+)
+def test_a_trace_that_does_not_say_what_was_trained_gets_one_line(saved, facts):
+    complaint("plan", "--trace", saved(hand_trace("cpu:0", facts=facts)), code=2)
+
+
+def test_traces_of_nothing_and_cut_ones_get_one_line(saved, tmp_path):
+    whole = saved(hand_trace("cpu:0")).read_text()
+    empty = hand_trace("cpu:0", steps=0)
+    texts = ["", "{}", "null", whole[: len(whole) // 2], whole.replace("shard", "share")]
+    texts += [whole.replace('"dur": ', '"dur": -'), whole.replace('"cat": "update"', '"cat": "x"')]
+    for number, text in enumerate(texts):
+        file = tmp_path / f"{number}.trace"
+        file.write_text(text)
+        complaint("plan", "--trace", file, code=2)
+    complaint("plan", "--trace", saved(empty, "empty.trace"), code=2)
+    complaint("plan", "--trace", tmp_path / "missing.trace", code=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--devices", "0"), "whole numbers"),
+        (("--devices", "4..2"), "the smaller number first"),
+        (("--devices", "1..999999999"), "up to 100,000"),
+        (("--devices", "x"), "whole numbers"),
+        (("--network", "fast"), "give bits or bytes a second"),
+        (("--shards", "4", "--devices", "8"), "at least 8 shards"),
+        (("--shards", "100"), "at most one shard for"),
+        (("--stages", "2", "--owners"), "leave one out"),
+        (("--stages", "2", "--devices", "3", "--per-machine", "4"), "a multiple of 2"),
+        (("--stages", "2", "--devices", "2", "--per-machine", "1"), "devices of one process"),
+        (("--per-machine", "8", "--per-process", "2000"), "a process has at most 1024"),
+        (("--model", "lenet"), "leave one out"),
+        (("--batch-size", "2"), "at most one shard for"),
+    ],
+)
+def test_what_cannot_be_planned_gets_one_line(saved, options, said):
+    assert said in complaint("plan", "--trace", saved(hand_trace("cpu:0")), *options, code=2)
+
+
+def test_many_devices_are_planned_at_powers_of_two(saved):
+    options = ("--devices", "1..1000", "--shards", "80", "--json")
+    found = json.loads(run("plan", "--trace", saved(hand_trace("cpu:0")), *options).stdout)
+    counts = [one["arrangement"]["devices"] for one in found["predictions"]]
+    assert counts == [*(2**n for n in range(10)), 1000]

@@ -1,0 +1,198 @@
+"""Plans: what binds, what they say, what they refuse, and how long they take."""
+
+import dataclasses
+import json
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import evenstep
+from evenstep.errors import InputError
+from evenstep.planning import Arrangement, Link, Machine, Work, parse_network, predict
+from evenstep.planning.prediction import BOUND, PARTS
+
+MB = 10**6
+
+
+def work(**fields):
+    fields = {"name": "x", "examples": 64, "shards": 8, "shard_s": (0.01,), **fields}
+    return Work(**fields)
+
+
+def one_process(devices, **more):
+    return Arrangement(devices=devices, per_machine=devices, per_process=devices, **more)
+
+
+BINDING = {
+    "V": (work(), Machine(), one_process(3)),
+    "memory": (work(), Machine(slowdown=(1, 1.9)), one_process(2)),
+    "network": (
+        work(gradient_nbytes=50 * MB),
+        Machine(network=Link(bytes_per_s=MB)),
+        Arrangement(devices=2),
+    ),
+    "bubbles": (work(), Machine(), one_process(4, divide="stages", stages=4)),
+    "stragglers": (work(shard_s=(0.01,) * 7 + (0.2,)), Machine(), Arrangement(devices=8)),
+    "loader": (work(load_s=1.0), Machine(), one_process(4, in_flight=2)),
+    "update": (work(update_s=1.0), Machine(), one_process(4)),
+    "compute": (work(), Machine(), one_process(4)),
+}
+
+
+@pytest.mark.parametrize("what", BOUND)
+def test_it_says_what_binds(what):
+    found = predict(*BINDING[what])
+    assert found.binds == what
+    assert BOUND[what] in found.reasons[-1]
+    assert found.least <= found.examples_per_s <= found.most
+    assert sum(found.shares[part] for part in PARTS) == pytest.approx(1, abs=0.01)
+
+
+def test_the_reasons_have_the_numbers():
+    found = predict(work(), Machine(), one_process(3))
+    assert found.reasons[0] == "V = 8 on 3 devices: at most 2.67 times"
+    assert found.speed_up == pytest.approx(8 / 3)
+    idle = predict(work(), Machine(), Arrangement(devices=10))
+    assert "2 get no work" in idle.reasons[0]
+    three = predict(work(gradient_nbytes=MB), Machine(), Arrangement(devices=3))
+    assert any("up to 2 partial sums" in text for text in three.reasons)
+
+
+def test_memory_counts_what_a_layout_divides():
+    adam = work(gradient_nbytes=100 * MB, state_nbytes=200 * MB, activation_nbytes=7 * MB)
+    alone = predict(adam, Machine(), Arrangement()).memory_nbytes
+    assert alone == (100 + 100 + 200 + 100 + 7) * MB
+    owned = predict(adam, Machine(), Arrangement(devices=4, divide="owners")).memory_nbytes
+    assert owned == (100 + 25 + 50 + 100 + 7) * MB
+    small = Machine(has_own_memory=True, memory_nbytes=300 * MB)
+    assert predict(adam, small, Arrangement()).fits is False
+    assert predict(adam, small, one_process(4, divide="stages", stages=4)).fits is True
+
+
+def test_what_was_not_measured_is_said_and_widens_the_range():
+    known = predict(work(), Machine(slowdown=(1.0, 1.0)), one_process(2))
+    unknown = predict(work(), Machine(), one_process(2))
+    assert not known.unseen
+    assert "not measured" in unknown.unseen[0]
+    assert unknown.most / unknown.least > known.most / known.least
+    gpu = predict(work(device="cuda"), Machine(), Arrangement(devices=2))
+    assert any("cuda" in text for text in gpu.unseen)
+
+
+def test_more_devices_pay_until_the_network_is_full():
+    own = work(shards=64, gradient_nbytes=MB)
+    slow = evenstep.plan(own, devices=(1, 2, 4, 8, 16, 32), network="100Mbit,50us")
+    fast = evenstep.plan(own, devices=(1, 2, 4, 8, 16, 32), network="100Gbit,5us")
+    assert slow.pays_until < fast.pays_until == 32
+
+
+def test_a_better_v_is_advised():
+    found = evenstep.plan(work(), devices=(1, 16), per_machine=16)
+    assert any("V = 16 would be 2.00 times as fast" in text for text in found.advice)
+    costly = work(fixed_s=0.009)
+    found = evenstep.plan(costly, devices=(1, 2), per_machine=2)
+    assert any("V = 2 would be" in text for text in found.advice)
+
+
+def test_other_shards_and_batches_are_derived_from_the_measured_ones():
+    found = evenstep.plan(work(fixed_s=0.002), devices=(1,), shards=16, batch_size=256)
+    assert found.work.usual_s == pytest.approx(0.002 + 0.008 * 2)
+    assert any("V = 8 with batches of 64 was measured" in text for text in found.unseen)
+
+
+def test_a_plan_is_json():
+    found = evenstep.plan(work(), devices=(1, 3), per_machine=4)
+    read = json.loads(json.dumps(found.to_json(), allow_nan=False))
+    assert read["predictions"][1]["arrangement"]["devices"] == 3
+    assert read["machine"]["network"]["bytes_per_s"] is None
+
+
+def test_a_plan_for_a_thousand_devices_takes_seconds():
+    own = work(examples=32_768, shards=1024, shard_s=(0.01, 0.011), gradient_nbytes=45 * MB)
+    began_s = time.process_time()
+    found = evenstep.plan(own, devices=(1, 1000), network="100Gbit")
+    assert time.process_time() - began_s < 10
+    assert 1 < found.predictions[1].speed_up <= 1024 / 2
+
+
+@given(st.floats(0.01, 999), st.sampled_from("kMG"), st.integers(0, 999))
+def test_networks_are_read_as_they_are_written(rate, prefix, latency_us):
+    bits = rate * {"k": 1e3, "M": 1e6, "G": 1e9}[prefix]
+    if bits < 1e4:
+        return
+    link = parse_network(f"{rate:.10f}{prefix}bit,{latency_us}us")
+    assert 0.9 * bits / 8 < link.bytes_per_s < bits / 8
+    assert link.latency_s == pytest.approx(latency_us * 1e-6)
+    assert parse_network(f"{rate:.10f}{prefix}bit,1ms,shared").shared
+
+
+NETWORKS = [
+    "",
+    "fast",
+    "1",
+    "-1Gbit",
+    "0Gbit",
+    "1e9Gbit",
+    "nanGbit",
+    "1Gbit,",
+    "1Gbit,5",
+    "1Gbit,1h",
+]
+NETWORKS += ["1bit", "9" * 99 + "Gbit", "10000Tbit", "1Gbit,11s", "1Gbit,shared,loud", "∞bit"]
+
+
+@pytest.mark.parametrize("text", NETWORKS)
+def test_absurd_networks_are_refused(text):
+    with pytest.raises(InputError, match="give bits or bytes a second") as refused:
+        parse_network(text)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"devices": ()}, "give numbers from 1"),
+        ({"devices": (0,)}, "give numbers from 1"),
+        ({"devices": (10**9,)}, "give numbers from 1"),
+        ({"devices": (2,)}, "no network between them"),
+        ({"devices": (1,), "shards": 65}, "at most one shard for"),
+        ({"devices": (3,), "divide": "stages", "stages": 2, "per_machine": 4}, "a multiple of 2"),
+        ({"devices": (4,), "divide": "slices", "per_machine": 2, "network": "1Gbit"}, "slices"),
+        ({"devices": (2,), "per_machine": 2, "per_process": 0, "in_flight": 0}, "no device"),
+        ({"devices": (2,), "per_machine": 2, "speeds": (1.0,)}, "give each device one"),
+        (
+            {
+                "devices": (4,),
+                "per_machine": 1,
+                "divide": "stages",
+                "stages": 2,
+                "network": "1Gbit",
+            },
+            "devices of one process",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(arguments, message):
+    with pytest.raises(InputError, match=message):
+        evenstep.plan(work(), **arguments)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"shard_s": ()},
+        {"shard_s": (float("nan"),)},
+        {"shard_s": (float("inf"),)},
+        {"shard_s": (0.0,)},
+        {"shard_s": (-1.0,)},
+        {"examples": 0},
+        {"shards": 0},
+    ],
+)
+def test_a_work_of_nothing_is_refused(fields):
+    with pytest.raises(InputError):
+        work(**fields)
+    with pytest.raises(InputError):
+        dataclasses.replace(work(), **fields)
