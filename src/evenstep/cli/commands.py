@@ -287,7 +287,7 @@ def reproduce(only: str | None, quick: bool, data_dir: str | None, out: Path) ->
 
 @click.command(
     cls=GroupedCommand,
-    example="evenstep plan --model lenet --batch-size 64 --devices 1..4 --network 1Gbit --steps 2",
+    example="evenstep plan --model lenet --devices 1..4 --network 1Gbit --steps 2",
     prints="devices  machines  examples/s  from  to  speed-up  efficiency  ...",
 )
 @takes_options(options=PlanOptions)
