@@ -162,7 +162,7 @@ def copied_bytes_per_s(copies: int = 5) -> float:
 def measured_machine(job: Job) -> Machine:
     """Return what this machine adds to a step on more than one of its devices."""
     if count := gpu_count():
-        memory = accelerator.memory_nbytes(torch.device("cuda:0"))
+        _, memory = accelerator.memory_nbytes(torch.device("cuda:0"))
         return Machine(devices=count, has_own_memory=True, memory_nbytes=memory)
     cores = usable_cores()
     return Machine(
