@@ -88,6 +88,6 @@ def neighbours(places: Sequence[str]) -> list[range]:
 def _network() -> str:
     """Return what is different on another machine, and most often the same on one."""
     try:
-        return f"{_BOOT.read_text("utf-8").strip()} {os.stat(_NETWORK).st_ino}"
+        return f"{_BOOT.read_text('utf-8').strip()} {os.stat(_NETWORK).st_ino}"
     except OSError:
         return socket.gethostname()
