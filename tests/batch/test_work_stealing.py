@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep.batch.assignment import Pace, ShardQueue
+from evenstep.batch.assignment import Pace, ShardQueue, dealt_pairs
 from evenstep.profiling.clock import ShardTime
 
 
@@ -201,3 +201,39 @@ def test_two_lanes_of_different_speed_end_within_one_shard_of_each_other(speeds)
             free_at[lane] = done_at[lane] = clock.now + speeds[lane]
     ideal = 8 / sum(1 / speed for speed in speeds)
     assert max(done_at) <= ideal * 1.01 + 1e-9
+
+
+def test_a_lane_that_is_too_slow_takes_none_of_the_pairs_that_are_left():
+    pace = paced(1.0, 100.0)
+    queue = ShardQueue([[*range(8)], []], pace, [], clock=Clock(), in_turn=True)
+    assert queue.next(0) == 0
+    assert queue.next(1) is None
+    assert [queue.next(0) for _ in range(8)] == [1, 2, 3, 4, 5, 6, 7, None]
+
+
+seconds = st.floats(0.01, 100.0)
+
+
+@given(
+    st.lists(st.tuples(st.none() | seconds, st.lists(seconds, min_size=1)), min_size=2, max_size=4),
+    st.data(),
+)
+def test_every_shard_that_is_taken_in_turn_is_computed_once(lanes, data):
+    """Whatever was measured before, and however long each shard takes now."""
+    lengths = data.draw(st.tuples(*(st.integers(0, 6) for _ in lanes)).filter(any))
+    clock, taken = Clock(), []
+    pace = paced(*(before for before, _ in lanes))
+    runs = dealt_pairs(range(sum(lengths)), lengths)
+    queue = ShardQueue(runs, pace, [], clock=clock, in_turn=True)
+    free_s = dict.fromkeys(range(len(lanes)), 0.0)
+    while free_s:
+        lane = min(free_s, key=free_s.__getitem__)
+        clock.now = free_s[lane]
+        shard = queue.next(lane)
+        if shard is None:
+            del free_s[lane]
+        else:
+            durations = lanes[lane][1]
+            free_s[lane] += durations[len(taken) % len(durations)]
+            taken.append(shard)
+    assert sorted(taken) == [*range(sum(lengths))]

@@ -227,6 +227,7 @@ class ShardQueue:
         begun = [_first_pair([*run]) if in_turn else [*run] for run in runs]
         self._runs = [*map(deque, begun)]
         self._rest = sorted({*itertools.chain(*runs)}.difference(*begun)) if in_turn else []
+        self._begun = {lane for lane, run in enumerate(begun) if run}  # and not at their end
         self._pace = pace
         self._own_first = set(own_first)
         self._may_steal = may_steal
@@ -249,7 +250,7 @@ class ShardQueue:
             if self.dropped:
                 return None
             run = self._runs[lane]
-            if self._rest and not run:
+            if self._rest and not run and not self._is_too_slow(lane, now):
                 run.extend(_first_pair(self._rest))
                 del self._rest[: len(run)]
             stolen = not run
@@ -258,7 +259,9 @@ class ShardQueue:
                 shard: int | None = run.popleft()
             else:
                 shard = self._steal(lane, now) if self._may_steal else None
-            if shard is not None:
+            if shard is None:
+                self._begun.discard(lane)
+            else:
                 self._current[lane] = (shard, stolen, now)
             return shard
 
@@ -300,6 +303,18 @@ class ShardQueue:
             own_s = began_s + number * took_s
             ended_s = now if number == count - 1 else own_s + took_s
             self._done.append(ShardTime(lane, first + number, stolen, own_s, ended_s))
+
+    def _is_too_slow(self, lane: int, now: float) -> bool:
+        """Whether another lane alone would have done all that is left before this one has a shard.
+
+        The fastest of those that have not ended is never too slow, so nothing stays undone.
+        """
+        pace, left = self._pace.seconds, len(self._rest)
+        own = pace[lane]
+        others = self._begun - {lane}
+        return own is not None and any(
+            own > self._left_s(other, now) + (pace[other] or 0.0) * left for other in others
+        )
 
     def _steal(self, thief: int, now: float) -> int | None:
         """Take the last shard of the run that will end last, if the thief would be done before."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -118,8 +119,7 @@ def free_memory_nbytes(
         lines = (proc / "meminfo").read_text(encoding="utf-8").splitlines()
         found += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
     except OSError:
-        names = getattr(os, "sysconf_names", {})
-        if {"SC_PAGE_SIZE", "SC_PHYS_PAGES"} <= {*names}:
+        with contextlib.suppress(AttributeError, ValueError):  # not on Windows
             found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     groups = _cgroups(root, proc / "self" / "cgroup", "memory")
     found += [free for group in groups for free in _free_in(group)]
