@@ -1,4 +1,4 @@
-"""When two devices pay, and what binds a thousand: simulated, for docs/book.md."""
+"""When two devices pay, and what binds a thousand: simulated, for docs/book.md and docs/plan.md."""
 
 from __future__ import annotations
 

@@ -111,6 +111,8 @@ def page(name: str, results: Path, notes: Mapping[str, str]) -> str:
         scripts=scripts,
         versions=versions,
         published=published.table(),
+        thousand=scale.thousand,
+        lost_time=scale.failures,
         summary=summary,
     )
 
@@ -207,8 +209,6 @@ def book_page(document: Mapping[str, Any], notes: Mapping[str, str]) -> str:
         table=lambda experiment: book_table(experiment.rows(figures)),
         drawn=lambda name: book_pictures.draw(name, figures) is not None,
         titles=book_pictures.TITLES,
-        thousand=scale.thousand(),
-        failures=scale.failures(),
     )
 
 
