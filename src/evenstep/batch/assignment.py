@@ -227,7 +227,8 @@ class ShardQueue:
         begun = [_first_pair([*run]) if in_turn else [*run] for run in runs]
         self._runs = [*map(deque, begun)]
         self._rest = sorted({*itertools.chain(*runs)}.difference(*begun)) if in_turn else []
-        self._begun = {lane for lane, run in enumerate(begun) if run}  # and not at their end
+        # In turn: the lanes that have shards, and are not at their end.
+        self._begun = {lane for lane, run in enumerate(begun) if run} if in_turn else set[int]()
         self._pace = pace
         self._own_first = set(own_first)
         self._may_steal = may_steal
