@@ -510,5 +510,5 @@ def test_free_memory_elsewhere_is_that_of_the_machine_or_unknown(tmp_path, monke
     monkeypatch.setattr(os, "sysconf_names", pages, raising=False)
     monkeypatch.setattr(os, "sysconf", pages.get, raising=False)
     assert free_memory_nbytes(*given) == 4096 * 1000
-    monkeypatch.setattr(os, "sysconf_names", {})
+    monkeypatch.delattr(os, "sysconf")
     assert free_memory_nbytes(*given) is None
