@@ -22,7 +22,16 @@ from evenstep.cli.planning.pictures import draw_plan, page_of_plan
 from evenstep.cli.terminal.output import numbers_table, print_line, print_table, say
 from evenstep.errors import InputError, counted, shown
 from evenstep.limits import MOST_DEVICES
-from evenstep.planning import Comparison, Machine, Plan, Prediction, Work, compared, work_of_trace
+from evenstep.planning import (
+    Comparison,
+    Machine,
+    Plan,
+    Prediction,
+    Work,
+    compared,
+    parse_network,
+    work_of_trace,
+)
 from evenstep.planning import plan as planned
 from evenstep.planning.plan import MOST_PLANNED
 from evenstep.profiling.reader import read_trace
@@ -93,6 +102,7 @@ def refuse(options: PlanOptions, counts: list[int]) -> None:
     Raises:
         InputError: the options can't be combined, or name more than there can be.
     """
+    parse_network(options.network)
     if options.stages > 1 and options.owners:
         raise InputError("got --stages and --owners: a plan is for one of them, so leave one out")
     inside = options.per_process or options.per_machine or 1
