@@ -110,7 +110,7 @@ def page(name: str, results: Path, notes: Mapping[str, str]) -> str:
         parts_of_time=speed.parts_of_time,
         scripts=scripts,
         versions=versions,
-        published=published.table(),
+        published=published.table,
         thousand=scale.thousand,
         lost_time=scale.failures,
         summary=summary,
