@@ -58,7 +58,7 @@ LAYOUTS: Mapping[str, str] = {
 
 SHARDS: Mapping[str, Mapping[str, Sequence[int]]] = {
     "two": dict.fromkeys(NETWORKS, (2, 4, 8, 16)),
-    "slow": {"lenet": (4, 8, 16), "resnet18": (8,), "nanogpt": (8,)},
+    "slow": {"lenet": (4, 8, 16), "resnet18": (8,)},
     "stages": {"resnet18": (4, 8), "nanogpt": (4, 8)},
     "memory": {"lenet": (2, 8, 16), "resnet18": (2, 8), "nanogpt": (2, 8)},
     "sockets": {"lenet": (2, 8, 16), "resnet18": (2, 8), "nanogpt": (2, 8)},
