@@ -292,17 +292,6 @@ def test_blocks_of_examples_and_channels(variant, shape):
     assert same(of_weight[place], torch.tensor(expected_of_weight(case, of_out, place)))
 
 
-def test_results_are_float32_whatever_the_default_is():
-    case, of_out = random_case(0, are_odd=False)
-    expected = computed(case, of_out)
-    torch.set_default_dtype(torch.float64)
-    try:
-        results = computed(case, of_out)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert all(same(one, two) for one, two in zip(results, expected, strict=True))
-
-
 def test_mask_and_empty_batch():
     case = Case(
         *(torch.randn(0, 4, 5, 5), torch.randn(6, 4, 3, 3), torch.randn(6)),

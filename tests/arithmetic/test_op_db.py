@@ -5,9 +5,6 @@ the operation is refused by name.
 """
 
 import contextlib
-import itertools
-import warnings
-from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 import evenstep
 from evenstep.errors import ModelError
+from op_db import copied, operations, results_of, samples
 
 PARTS = 24
 SAMPLES = 12  # of each operation and dtype
@@ -25,51 +23,19 @@ TIES = ("topk", "sort", "argsort", "msort")  # equal numbers keep their order; i
 GROWS = "addbmm"  # in place, torch lets a target of one element grow
 
 
-def operations(part):
-    # the list forbids to set torch's flags, for ever and in all tests: not here
-    with warnings.catch_warnings(), mock.patch.object(torch.backends, "disable_global_flags"):
-        warnings.simplefilter("ignore")
-        from torch.testing._internal.common_methods_invocations import op_db
-    known = [one for one in op_db if not any(word in one.name for word in (*RANDOM, *TIES))]
-    return known[part::PARTS]
-
-
-def samples(operation, dtype):
-    needs_gradient = dtype is torch.float32 and operation.supports_autograd
-    with contextlib.suppress(Exception):  # some need what isn't installed
-        found = operation.sample_inputs("cpu", dtype, requires_grad=needs_gradient)
-        yield from [*itertools.islice(found, SAMPLES)]
-
-
 def outcome(function, sample, *, portable, in_place):
     """Return results and gradients of a call, or the type of the error that torch raised."""
-    args, kwargs = pytree.tree_map(copied, ((sample.input, *sample.args), sample.kwargs))
+    given = ((sample.input, *sample.args), sample.kwargs)
+    args, kwargs = pytree.tree_map_only(torch.Tensor, copied, given)
     if in_place:
         args = (args[0].detach(), *args[1:])
     try:
         with evenstep.portable() if portable else contextlib.nullcontext():
-            results = tensors(function(*args, **kwargs))
-            outputs = [one for one in results if one.requires_grad and one.is_floating_point()]
-            inputs = [one for one in tensors((args, kwargs)) if one.requires_grad]
-            given = [torch.ones_like(one) for one in outputs]
-            gradients = ()
-            if outputs and inputs:
-                gradients = torch.autograd.grad(outputs, inputs, given, allow_unused=True)
+            return results_of(function, args, kwargs)
     except ModelError:
         raise
     except Exception as error:  # torch's own, of a sample that it refuses
         return type(error)
-    return [one.detach() for one in (*results, *gradients) if one is not None]
-
-
-def copied(value):
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.detach().clone().requires_grad_(value.requires_grad)
-
-
-def tensors(tree):
-    return [one for one in pytree.tree_leaves(tree) if isinstance(one, torch.Tensor)]
 
 
 def is_like(found, expected, dtype):
@@ -95,9 +61,9 @@ def is_near(found, expected, dtype):
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_sample_has_torchs_result_or_is_refused(part):
     wrong, compared = [], 0
-    for operation in operations(part):
+    for operation in operations(part, PARTS, (*RANDOM, *TIES)):
         for dtype in set(DTYPES) & operation.dtypes:
-            for sample in samples(operation, dtype):
+            for sample in samples(operation, dtype, SAMPLES):
                 for function in filter(None, (operation.op, operation.inplace_variant)):
                     in_place = function is operation.inplace_variant
                     if in_place and operation.name == GROWS:

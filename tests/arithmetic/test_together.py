@@ -1,9 +1,6 @@
 """Operations on tensors of several shards at once: the bits of each shard by itself."""
 
-import contextlib
 import functools
-import warnings
-from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +18,7 @@ from evenstep.arithmetic.together import (
 from evenstep.batch.rng import ShardRandomness
 from evenstep.collectives import tree_sum
 from evenstep.errors import ModelError
+from op_db import copied, operations, results_of, samples
 
 SHARDS = 3
 PARTS = 16
@@ -48,27 +46,6 @@ def are_same(found, expected):
     return all(is_same(*both) for own, its in pairs for both in zip(own, its, strict=True))
 
 
-def tensors(tree):
-    return [one for one in pytree.tree_leaves(tree) if isinstance(one, torch.Tensor)]
-
-
-def run(function, given):
-    """Return results and gradients of a call with own copies of its arguments."""
-    args, kwargs = given
-    results = tensors(function(*args, **kwargs))
-    outputs = [one for one in results if one.requires_grad and one.is_floating_point()]
-    inputs = [one for one in tensors(given) if one.requires_grad]
-    gradients = ()
-    if outputs and inputs:
-        ones = [torch.ones_like(one) for one in outputs]
-        gradients = torch.autograd.grad(outputs, inputs, ones, allow_unused=True)
-    return [one.detach() for one in (*results, *gradients) if one is not None]
-
-
-def copied(value):
-    return value.detach().clone().requires_grad_(value.requires_grad)
-
-
 def of_one(given, shard):
     """Return arguments with the numbers of each tensor in a different order for each shard."""
 
@@ -93,7 +70,7 @@ def together(function, each):
     given = pytree.tree_map(joined, *each)
     numbers = [ShardRandomness(lambda shard=shard: shard) for shard in range(SHARDS)]
     with computing_together(SHARDS, numbers):
-        results = run(function, given)
+        results = results_of(function, *given)
     wholes = [shards_of(one, SHARDS) for one in results]
     return [[one[shard] for one in wholes] for shard in range(SHARDS)]
 
@@ -102,23 +79,9 @@ def apart(function, each):
     results = []
     for shard, given in enumerate(each):
         with ShardRandomness(lambda shard=shard: shard):
-            results.append(run(function, pytree.tree_map_only(torch.Tensor, copied, given)))
+            given = pytree.tree_map_only(torch.Tensor, copied, given)
+            results.append(results_of(function, *given))
     return results
-
-
-def operations(part):
-    # the list forbids to set torch's flags, for ever and in all tests: not here
-    with warnings.catch_warnings(), mock.patch.object(torch.backends, "disable_global_flags"):
-        warnings.simplefilter("ignore")
-        from torch.testing._internal.common_methods_invocations import op_db
-    return [one for one in op_db if not any(word in one.name for word in LEFT_OUT)][part::PARTS]
-
-
-def samples(operation, dtype):
-    needs_gradient = dtype is torch.float32 and operation.supports_autograd
-    with contextlib.suppress(Exception):  # some need what isn't installed
-        found = operation.sample_inputs("cpu", dtype, requires_grad=needs_gradient)
-        yield from [*found][:SAMPLES]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -128,9 +91,9 @@ def samples(operation, dtype):
 def test_torchs_samples_have_the_bits_of_each_shard(part):
     compared, refused, wrong = 0, 0, []
     with evenstep.portable():
-        for operation in operations(part):
+        for operation in operations(part, PARTS, LEFT_OUT):
             for dtype in set(DTYPES) & operation.dtypes:
-                for sample in samples(operation, dtype):
+                for sample in samples(operation, dtype, SAMPLES):
                     given = ((sample.input, *sample.args), sample.kwargs)
                     for function in filter(None, (operation.op, operation.inplace_variant)):
                         if function is operation.inplace_variant:

@@ -17,8 +17,6 @@ from evenstep.comparison.finding import Cause
 from specs import interrupts, overhead, speed, text
 from specs.memory import bound_bytes
 
-OURS, THEIRS = "lenet.evenstep.2.v8.n256", "lenet.ddp.2.contiguous"
-
 
 def test_a_recorded_command_names_no_place_of_the_machine():
     script = str(BENCHMARKS / "measure.py")
@@ -154,36 +152,6 @@ def test_the_bound_on_memory_grows_with_gradients_and_activations():
     assert [bound_bytes(100, devices, sizes) for devices in (1, 2, 4)] == [100, 115, 145]
 
 
-def test_the_page_has_a_section_for_each_file_and_its_note(tmp_path):
-    for name, document in _documents().items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(document))
-    notes = {"lenet": "A word on LeNet.", "memory": "A word on memory."}
-    names = [name for name in write_docs.PAGES if name.startswith("benchmarks_")]
-    page = "\n".join(write_docs.page(name, tmp_path, notes) for name in names)
-    assert "| DDP | 256 | 10.0 | 10.0 to 10.0 | 2 | 25% | – |" in page
-    assert "| evenstep | 256 | 20.0 | 20.0 to 20.0 | 2 | 25% | 50%, 75% |" in page
-    assert "DDP as its documentation says | ≥ 1.40 | 2.00 | 2.00 to 2.00 | reached |" in page
-    assert "A word on LeNet." in page
-    assert "1 of the runs of DDP (lenet) failed and had to be repeated." in page
-    assert (
-        "| evenstep, 2 devices | 0.800 | 0.800 to 0.800 | 2.00× | 2.00 to 2.00 | ≤ 2.5× |" in page
-    )
-    assert "| its calls | 730 | 451 | ≤ 324 | **not reached** |" in page
-    assert "| as evenstep sets it | 2 | 120 | 120 to 120 | 115 | **not reached** |" in page
-    assert "| as evenstep sets it | 3 | 129 | 129 to 129 | 130 | reached |" in page
-    assert "| `aten::mm` | 2.0 | 3.0 |\n| `aten::add` | 1.0 | – |" in page
-    assert "| between | 0.5 | 1.0 |" in page
-    assert "| canonical sum, network | 30.0 | 30.0 to 30.0 | 0.75 | ≤ 0.8 | reached |" in page
-    assert "memory, in place | 20.0 | 20.0 to 20.0 | 0.50 | ≤ 0.3 | **not reached** |" in page
-    assert "| lenet | ddp | 90.0 | 1.50× | 1.50 to 1.50 | ≥ 1.0× | reached |" in page
-    assert "| both | 380 | 6 and 2 | 0.95 | 0.95 to 0.95 | ≥ 0.9 | reached |" in page
-    assert "| both, without stealing | 200 | 6 and 2 | 0.50 | 0.50 to 0.50 | – | – |" in page
-    assert "1 fingerprint over 4 runs" in page
-    assert page.count("python benchmarks/it.py") == len(_documents())
-    assert "a processor (AVX2), 2 usable cores" in page
-    assert "accelerate None" not in page
-
-
 def test_without_files_the_page_is_its_head_and_that_no_gpu_was_measured(tmp_path):
     page = write_docs.page("benchmarks", tmp_path, {})
     assert page.startswith("# Benchmarks\n")
@@ -241,135 +209,11 @@ def test_the_page_on_reliability_counts_the_runs_that_recovered(tmp_path):
     assert "in the middle of a checkpoint | 5 | 1 | 1 | 4.00 | 4.00 to 4.00 |" in page
 
 
-def test_the_page_on_reliability_says_how_long_saving_blocks(tmp_path):
-    document = {
-        "command": "python benchmarks/it.py",
-        "machine": FACTS,
-        "settings": {"batch": 4, "every": 2, "steps": 6},
-        "runs": [
-            {"variant": "never", "step_ms": 10.0, "saves_ms": []},
-            {"variant": "background", "step_ms": 12.0, "saves_ms": [1.0, 3.0, 2.0]},
-        ],
-    }
-    (tmp_path / "checkpoints.json").write_text(json.dumps(document))
-    page = write_docs.page("reliability", tmp_path, {})
-    assert "written while training continues | 2.00 | 1.00 to 3.00 | 12.0 |" in page
-    assert "| without saving | – | – | 10.0 |" in page
-
-
 def _speeds(key, *speeds):
     return [
         {"contender": key, "round": number, "examples_per_s": speed}
         for number, speed in enumerate(speeds)
     ]
-
-
-def _documents():
-    common = {"command": "python benchmarks/it.py", "machine": FACTS}
-    job = {"network": "lenet", "examples": 256, "warmup_steps": 1, "steps": 4}
-    costs = {"page_faults": 8, "kernel_s": 1.0, "seconds": 4.0}
-    mib = 2**20
-    return {
-        "training_speed": common
-        | {
-            "contenders": [
-                {"key": THEIRS, "label": "DDP", **job},
-                {"key": OURS, "label": "evenstep", **job},
-            ],
-            "runs": [
-                _speeds(THEIRS, 10.0)[0] | costs | {"attempts": 2},
-                _speeds(OURS, 20.0)[0] | costs | {"busy_s": [2.0, 3.0]},
-            ],
-        },
-        "step_overhead": common
-        | {
-            "settings": {"shards": 8, "steps": 100},
-            "variants": {"2": "evenstep, 2 devices"},
-            "runs": [
-                {"variant": "plain", "median_ms": 0.4},
-                {"variant": "2", "median_ms": 0.8},
-            ],
-            "step": {"files": 15, "functions": 120, "calls": 451},
-        },
-        "memory": common
-        | {
-            "settings": {"shards": 8, "examples": 64, "steps": 4},
-            "sizes": {"mlp": {"gradients_bytes": 10 * mib, "activations_bytes": 5 * mib}},
-            "runs": [
-                {
-                    "network": "mlp",
-                    "malloc": "default",
-                    "devices": devices,
-                    "peak_bytes": peak * mib,
-                }
-                for devices, peak in ((1, 100), (2, 120), (3, 129))
-            ],
-        },
-        "uneven_devices": common
-        | {
-            "settings": {"examples": 64, "shards": 8, "factor": 3},
-            "runs": [
-                {"round": 0, "part": part, "examples_per_s": speed, "fingerprint": "abc"}
-                | {"shards": [6, 2], "stolen": [1, 0]}
-                for part, speed in (
-                    ("fast alone", 300.0),
-                    ("delay.slow alone", 100.0),
-                    ("delay.both", 380.0),
-                    ("delay.both, without stealing", 200.0),
-                )
-            ],
-        },
-        "processes": common
-        | {
-            "settings": {"exchange": {"elements": 11_000_000, "repetitions": 5}},
-            "runs": [
-                {"round": 0, "variant": variant, figure: value}
-                for variant, figure, value in (
-                    ("exchange.gloo", "median_ms", 40.0),
-                    ("exchange.network", "median_ms", 30.0),
-                    ("exchange.memory", "median_ms", 20.0),
-                    ("lenet.evenstep", "examples_per_s", 90.0),
-                    ("lenet.ddp", "examples_per_s", 60.0),
-                )
-            ],
-        },
-        "cable": common
-        | {
-            "settings": {"rate": "1gbit", "examples": 8},
-            "variants": {"evenstep": "evenstep, V = 8", "ddp": "DDP"},
-            "runs": [
-                {"round": number, "variant": variant, "examples_per_s": speed}
-                for number in range(2)
-                for variant, speed in (("evenstep", 90.0), ("ddp", 100.0))
-            ],
-        },
-        "hybridize": common
-        | {
-            "settings": {"calls": 10, "rounds": 2},
-            "runs": [
-                {"eager_us": 30.0, "hybrid_us": 15.0, "way": "traced"}
-                | {"found_s": 20.0, "max_difference": 1e-7}
-            ],
-        },
-        "step_profile": common
-        | {
-            "settings": {"lenet": {"examples": 256}},
-            "runs": [
-                _profiled("whole", 1, mm=2.0, add=1.0) | {"profiled_step_ms": 3.5, "step_ms": 3.0},
-                _profiled("evenstep", 8, mm=3.0) | {"profiled_step_ms": 4.0, "step_ms": 3.2},
-            ],
-        },
-    }
-
-
-def _profiled(method, shards, **operators):
-    return {
-        "network": "lenet",
-        "way": method,
-        "shards": shards,
-        "operators_ms": {f"aten::{name}": ms for name, ms in operators.items()},
-        "all_operators_ms": sum(operators.values()),
-    }
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 counts a file of its own more")

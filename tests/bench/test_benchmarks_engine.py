@@ -14,7 +14,6 @@ import torch
 from benchmarking import BENCHMARKS, FACTS
 
 import measure
-import write_docs
 from evenstep.bench import fresh, machine
 from evenstep.reproduce.measures import DEVICES, OnThreads
 from evenstep.reproduce.rows import Finding
@@ -111,24 +110,6 @@ def test_an_upper_target_and_a_row_without_a_target():
     ]
 
 
-def test_the_page_has_a_table_for_each_experiment_from_the_file_alone(tmp_path):
-    (tmp_path / "engine_experiments.json").write_text(json.dumps(_document()))
-    notes = {"engine.cost": "A word on cost.", "engine": "A word."}
-    written = write_docs.page("benchmarks_engine", tmp_path, notes)
-    assert written.count("### ") == len(engine.FINDINGS) == written.count("| the book | here |")
-    for row in (
-        "| the first over the second | 0.396% | 50.0% | 50.0 to 50.0 | 126 | ≤ 1.00% | **not",
-        "| gain | 2.09× | 2.00× | 2.00 to 2.00 | 0.958 | ≥ 1.09× | reached |",
-        "| growth, no bound: peak | – | 8.00 MiB | 8.00 to 8.00 | – | – | – |",
-        "| a task, from `submit` to the end of all | – | – | – | – | ≤ 30.0 µs | not measured |",
-    ):
-        assert row in written
-    assert "1,000 × `y = x + 1`, x of 2000 × 2000." in written
-    assert "10 products of 2000 × 2000 and 2000 × 2000 on `cpu:0`, copied" in written
-    assert "A word on cost." in written
-    assert "Rounds: 1." in written
-
-
 def test_bare_threads_pass_errors_on_and_end():
     with OnThreads() as threads:
         assert threads.submit(max, 1, 2, device=DEVICES[0]).result() == 2
@@ -144,23 +125,3 @@ def _figures():
 
 def _runs(key, *figures):
     return [{"round": number, "key": key, "s": figure} for number, figure in enumerate(figures)]
-
-
-def _document():
-    mib = 2**20
-    figures = {
-        "queued": {"queued_s": 1.0, "finished_s": 2.0},
-        "waiting.add.engine.each": {"seconds": 6.0},
-        "waiting.add.engine.end": {"seconds": 3.0},
-        "memory.front.none": {
-            "peak_growth_bytes": 8 * mib,
-            "end_growth_bytes": 4 * mib,
-            "made_s": 1.0,
-        },
-    }
-    return {
-        "command": "python benchmarks/engine_experiments.py",
-        "machine": FACTS,
-        "settings": engine.JOBS,
-        "runs": [{"round": 0, "key": key, **more} for key, more in figures.items()],
-    }

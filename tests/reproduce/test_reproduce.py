@@ -386,13 +386,6 @@ def test_accuracies_of_a_quick_run_are_marked_and_explain_nothing(whole_page):
     assert "(quick)" not in whole_page
 
 
-def test_numbers_stand_right_in_columns_of_one_width_and_contents_are_a_navigation(whole_page):
-    assert "table-layout: fixed" in whole_page
-    assert re.search(r"td:nth-child\(2\), td:nth-child\(3\) \{ text-align: right \}", whole_page)
-    navigation = whole_page[whole_page.index("<nav") : whole_page.index("</nav>")]
-    assert re.findall(r'<li><a href="#(\w+)">', navigation) == list(BOOK_EXPERIMENTS)
-
-
 def test_the_same_figures_make_the_same_page(whole_page):
     assert page_of("full") == whole_page
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -149,21 +149,6 @@ def index_add_(
     return _stored(target, changed)
 
 
-@kernel("index_add")
-def index_add(
-    base: torch.Tensor,
-    dim: int,
-    index: torch.Tensor,
-    source: torch.Tensor,
-    *,
-    alpha: Scalar = 1,
-) -> torch.Tensor:
-    """Return base with alpha · source, rounded, added to the slices that the index names."""
-    if not is_float32(base, source):
-        return NotImplemented
-    return index_add_(_copied(base), dim, index, source, alpha=alpha)
-
-
 @kernel("scatter_add_")
 def scatter_add_(
     target: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor
@@ -232,14 +217,14 @@ def _add_rows_along(
     return _stored(target, changed)
 
 
-@kernel("scatter_add")
-def scatter_add(
-    base: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor
-) -> torch.Tensor:
-    """Return base with each number of `src` added to the place that the index names."""
-    if not is_float32(base, src):
-        return NotImplemented
-    return scatter_add_(_copied(base), dim, index, src)
+def _of_a_copy(in_place: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a function that changes a contiguous copy of its first argument, and returns it."""
+    return lambda base, *args, **options: in_place(_copied(base), *args, **options)
+
+
+scatter_add = _of_a_copy(scatter_add_)
+kernel("scatter_add")(scatter_add)
+kernel("index_add")(_of_a_copy(index_add_))
 
 
 @kernel("scatter.reduce")
@@ -304,16 +289,6 @@ def put_(
     return _stored(target, changed)
 
 
-@kernel("put")
-def put(
-    base: torch.Tensor, index: torch.Tensor, source: torch.Tensor, accumulate: bool = False
-) -> torch.Tensor:
-    """Return a flattened tensor with numbers added to places, or put there."""
-    if not (is_float32(base, source) or not accumulate):
-        return NotImplemented
-    return put_(_copied(base), index, source, accumulate)
-
-
 @kernel("_index_put_impl_", "index_put_")
 def index_put_(
     target: torch.Tensor,
@@ -344,18 +319,8 @@ def index_put_(
     return target
 
 
-@kernel("_index_put_impl", "index_put")
-def index_put(
-    base: torch.Tensor,
-    indices: Indices,
-    values: torch.Tensor,
-    accumulate: bool = False,
-    unsafe: bool = False,
-) -> torch.Tensor:
-    """Return a tensor with values added to the elements that indices name, or put there."""
-    if accumulate and not is_float32(base, values):
-        return NotImplemented
-    return index_put_(_copied(base), indices, values, accumulate)
+kernel("put")(_of_a_copy(put_))
+kernel("_index_put_impl", "index_put")(_of_a_copy(index_put_))
 
 
 def _without_masks(target: torch.Tensor, indices: Indices) -> list[torch.Tensor | None]:

@@ -59,34 +59,8 @@ class Array(NamedTuple):
         return cls(tensor.shape, tensor.stride())
 
 
-@kernel("convolution")
+@kernel("convolution", "_convolution")
 def convolution(
-    source: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-) -> torch.Tensor:
-    """Return a convolution with 1 to 3 axes of a batch, in the layout that torch gives it."""
-    if not is_float32(source, weight, bias):
-        return NotImplemented
-    window = Window(tuple(stride), tuple(padding), tuple(dilation), groups)
-    shape = _out_shape(source.shape, weight.shape, window, transposed, tuple(output_padding))
-    if shape is None or (bias is not None and bias.shape != shape[1:2]):
-        args = (stride, padding, dilation, transposed, output_padding, groups)
-        torch.convolution(source, weight, bias, *args)  # raises torch's error
-        return NotImplemented
-    out = torch.empty(shape, dtype=torch.float32, memory_format=_common_layout(source, weight))
-    _run(source, weight, bias, out, window, transposed)
-    return out
-
-
-@kernel("_convolution")
-def _convolution(
     source: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -98,10 +72,21 @@ def _convolution(
     groups: int,
     *flags: bool,
 ) -> torch.Tensor:
-    """Return a convolution; `flags` choose between torch's own implementations."""
-    return convolution(
-        source, weight, bias, stride, padding, dilation, transposed, output_padding, groups
-    )
+    """Return a convolution with 1 to 3 axes of a batch, in the layout that torch gives it.
+
+    Flags choose between torch's own implementations.
+    """
+    if not is_float32(source, weight, bias):
+        return NotImplemented
+    window = Window(tuple(stride), tuple(padding), tuple(dilation), groups)
+    shape = _out_shape(source.shape, weight.shape, window, transposed, tuple(output_padding))
+    if shape is None or (bias is not None and bias.shape != shape[1:2]):
+        args = (stride, padding, dilation, transposed, output_padding, groups)
+        torch.convolution(source, weight, bias, *args)  # raises torch's error
+        return NotImplemented
+    out = torch.empty(shape, dtype=torch.float32, memory_format=_common_layout(source, weight))
+    _run(source, weight, bias, out, window, transposed)
+    return out
 
 
 @kernel("convolution_backward")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 
 import torch
 
@@ -18,6 +19,7 @@ _likelihood_gradient = Function("likelihood_gradient", "lllpppllppp")
 
 
 def _softmaxed(log: bool, x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+    """Return exp(x − m) / s or (x − m) − log(s): m is the largest x, s the sum of exp(x − m)."""
     if half_to_float or not is_float32(x):
         return NotImplemented
     outer, n, inner = sizes_around(x, dim)
@@ -27,21 +29,10 @@ def _softmaxed(log: bool, x: torch.Tensor, dim: int, half_to_float: bool) -> tor
     return out
 
 
-@kernel("_softmax")
-def softmax(x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
-    """Return exp(x − m) / (sum of exp(x − m)), m the largest x; the sum is rounded once."""
-    return _softmaxed(False, x, dim, half_to_float)
-
-
-@kernel("_log_softmax")
-def log_softmax(x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
-    """Return (x − m) − log(sum of exp(x − m)), m the largest x; the sum is rounded once."""
-    return _softmaxed(True, x, dim, half_to_float)
-
-
 def _softmax_backward(
     log: bool, grad: torch.Tensor, output: torch.Tensor, dim: int, dtype: torch.dtype
 ) -> torch.Tensor:
+    """Return (g − sum of g · y) · y, or for logarithms g − exp(y) · (sum of g)."""
     if dtype is not torch.float32 or not is_float32(grad, output):
         return NotImplemented
     if grad.shape != output.shape:
@@ -53,20 +44,9 @@ def _softmax_backward(
     return out
 
 
-@kernel("_softmax_backward_data")
-def softmax_backward(
-    grad_output: torch.Tensor, output: torch.Tensor, dim: int, input_dtype: torch.dtype
-) -> torch.Tensor:
-    """Return (g − sum of g · y) · y, the sum rounded once."""
-    return _softmax_backward(False, grad_output, output, dim, input_dtype)
-
-
-@kernel("_log_softmax_backward_data")
-def log_softmax_backward(
-    grad_output: torch.Tensor, output: torch.Tensor, dim: int, input_dtype: torch.dtype
-) -> torch.Tensor:
-    """Return g − exp(y) · (sum of g), the sum rounded once."""
-    return _softmax_backward(True, grad_output, output, dim, input_dtype)
+for _log, _name in ((False, "_softmax"), (True, "_log_softmax")):  # sums are rounded once
+    kernel(_name)(functools.partial(_softmaxed, _log))
+    kernel(f"{_name}_backward_data")(functools.partial(_softmax_backward, _log))
 
 
 def _examples(
