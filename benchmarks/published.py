@@ -7,6 +7,7 @@ time of a step on one device (or, where no row is of one, on the fewest). Nothin
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -40,6 +41,12 @@ def rows(one: Mapping[str, Any]) -> Iterator[tuple[int, float, float]]:
         yield devices, whole if is_each else whole * devices / first, published[devices]
 
 
+@functools.cache
+def predictions() -> list[tuple[dict[str, Any], list[tuple[int, float, float]]]]:
+    """Return each published table with its rows."""
+    return [(one, [*rows(one)]) for one in tables_published()]
+
+
 def step_s(one: Mapping[str, Any], devices: int, alone_s: float) -> float:
     """Return the seconds of a step on some devices, each of which has a batch of its own."""
     latency_s = one["latency_us"] * 1e-6
@@ -68,17 +75,15 @@ def step_s(one: Mapping[str, Any], devices: int, alone_s: float) -> float:
 def errors() -> list[float]:
     """Return the error of each predicted row."""
     return [
-        predicted / measured - 1
-        for one in tables_published()
-        for _, predicted, measured in rows(one)
+        predicted / measured - 1 for _, found in predictions() for _, predicted, measured in found
     ]
 
 
 def table() -> Table:
     """Return all rows: predicted, published, and the error."""
     found = []
-    for one in tables_published():
-        for devices, predicted, measured in rows(one):
+    for one, predicted_rows in predictions():
+        for devices, predicted, measured in predicted_rows:
             what = f"[{one['source']}]({one['url']}): {one['trained']}"
             figures = [number(predicted), number(measured), f"{predicted / measured - 1:+.1%}"]
             found.append([what, one["hardware"], str(devices), *figures, one["unit"]])

@@ -12,7 +12,7 @@ from torch import nn
 import evenstep
 from evenstep.engine import InlineLanes
 from layouts import LAYOUTS, own, shared
-from reference import assert_same_bits, reference_training, whole_state
+from reference import assert_same_bits, plain_training, reference_training, whole_state
 from trainers import train
 from zoo import ZOO, Recomputed, SparseInPlaces, build, make_batches
 
@@ -87,14 +87,7 @@ def test_one_shard_is_a_plain_pytorch_loop(name, devices):
     batches = make_batches((12, 12, 7))
     plain = build(name)
     optimizer = MOMENTUM(plain.parameters())
-    loss = nn.CrossEntropyLoss()
-    plain_losses = []
-    for X, y in batches:
-        optimizer.zero_grad()
-        value = loss(plain(X), y)
-        value.backward()
-        optimizer.step()
-        plain_losses.append(value.item())
+    plain_losses = plain_training(plain, optimizer, batches)
     state, losses = train(build(name), MOMENTUM, batches, devices=devices, shards=1)
     assert_same_bits(state, whole_state(plain, optimizer))
     assert losses == plain_losses

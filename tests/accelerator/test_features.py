@@ -28,19 +28,27 @@ def momentum(model):
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
+STAGES = {"layout": evenstep.Layout(divide=evenstep.Stages("balanced"))}
+WITH_STAGES = pytest.mark.parametrize(
+    ("devices", "layout"),
+    [*((devices, {}) for devices in LAYOUTS.values()), (["emu:0", "emu:1"], STAGES)],
+    ids=[*LAYOUTS, "stages"],
+)
+
+
 def open_trainer(model, optimizer, devices, **options):
     return evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), devices=devices, **options)
 
 
-@EVERY_LAYOUT
+@WITH_STAGES
 @pytest.mark.parametrize("mode", ["lazy", "random"])
-def test_gradients_of_two_batches_are_accumulated_and_clipped_by_the_user(mode, devices):
+def test_gradients_of_two_batches_are_accumulated_and_clipped_by_the_user(mode, devices, layout):
     emu.configure(mode, seed=1)
     model = build("batch_norm")
     expected = copy.deepcopy(model)
     optimizer, plain = momentum(model), momentum(expected)
     batches = make_batches((24, 24, 32, 32))
-    with open_trainer(model, optimizer, devices) as trainer:
+    with open_trainer(model, optimizer, devices, **layout) as trainer:
         for first, second in (batches[:2], batches[2:]):
             trainer.backward(*first)
             trainer.backward(*second, accumulate=True)
@@ -58,12 +66,12 @@ def test_gradients_of_two_batches_are_accumulated_and_clipped_by_the_user(mode, 
     assert_same_bits(emu.on_the_host(whole_state(model, optimizer)), whole_state(expected, plain))
 
 
-@EVERY_LAYOUT
-def test_outputs_and_metrics_are_those_of_the_plain_model(devices):
+@WITH_STAGES
+def test_outputs_and_metrics_are_those_of_the_plain_model(devices, layout):
     model = build("batch_norm")
     optimizer = momentum(model)
     batches = make_batches((24, 17))
-    with open_trainer(model, optimizer, devices) as trainer:
+    with open_trainer(model, optimizer, devices, **layout) as trainer:
         for batch in make_batches(SIZES):
             trainer.step(*batch)
         outputs = trainer.predict([batch[:1] for batch in batches])
@@ -139,6 +147,7 @@ def contrastive(model, images, rows):
 @EVERY_LAYOUT
 @pytest.mark.parametrize("mode", emu.MODES)
 @pytest.mark.parametrize("batch_norm", ["shard", "sync"])
+@pytest.mark.thinned(2)
 def test_shards_side_by_side_exchange_values_between_devices(batch_norm, mode, devices):
     def train(devices):
         model = TwoTowers()
@@ -214,6 +223,7 @@ def with_a_stream_of_its_own(model, images, classes):
 @EVERY_LAYOUT
 @pytest.mark.parametrize("mode", ["lazy", "thread"])
 @pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.thinned(2)
 def test_the_user_s_own_streams_in_the_loss_and_in_the_loader(in_flight, mode, devices):
     """Examples are copied without blocking, on a stream of the loader's, and changed there."""
 
@@ -253,7 +263,7 @@ class AskedToFailError(Exception):
 @pytest.mark.parametrize("mode", ["lazy", "thread"])
 @pytest.mark.parametrize("in_flight", [2, 3])
 @pytest.mark.parametrize("fails_in", ["before_update", "after_update"])
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 def test_evaluations_between_steps_in_flight_and_hooks_that_fail_while_kernels_run(
     fails_in, in_flight, mode, devices
 ):
@@ -349,6 +359,7 @@ def test_a_model_on_an_accelerator_is_exported(tmp_path):
     assert torch.equal(loaded(X.to("emu:0")).cpu(), plain_outputs(model, X.to("emu:0")).cpu())
 
 
+@pytest.mark.slow  # onnx is imported
 def test_a_model_on_an_accelerator_is_written_as_onnx(tmp_path):
     pytest.importorskip("onnxruntime", reason="pip install evenstep[onnx]")
     model = build("convolution").to("emu:1")

@@ -29,17 +29,29 @@ def batch_of(number):
     return X, torch.arange(SIZES[number]) % 3
 
 
-def train(devices, *, before=lambda number: None, **options):
-    """Train six steps, with a call before each; return the whole state."""
+TWO = ["emu:0", "emu:1"]
+
+
+def opened(devices=TWO, **options):
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with evenstep.Trainer(
-        model, optimizer, nn.CrossEntropyLoss(), devices=devices, shards=4, **options
-    ) as trainer:
+    options = {"devices": devices, "shards": 4, **options}
+    if "objective" not in options:
+        options["loss"] = nn.CrossEntropyLoss()
+    return evenstep.Trainer(model, optimizer, **options)
+
+
+def state_here(trainer):
+    return emu.on_the_host(whole_state(trainer.model, trainer.optimizer))
+
+
+def train(devices, *, before=lambda number: None, **options):
+    """Train six steps, with a call before each; return the whole state."""
+    with opened(devices, **options) as trainer:
         for number in range(len(SIZES)):
             before(number)
             trainer.step(*batch_of(number))
-    return emu.on_the_host(whole_state(model, optimizer))
+    return state_here(trainer)
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
@@ -82,6 +94,7 @@ def test_a_kernel_that_fails_anywhere_leaves_no_wrong_bit(at):
     [["emu:0", "emu:1", "emu:2"], ["cpu:0", "emu:1"], ["cpu:0", "emu:2", "emu:1"]],
     ids=str,
 )
+@pytest.mark.thinned(2)
 def test_the_others_go_on_without_a_device_that_fails_between_two_steps(devices, in_flight):
     """A CPU's lane that copies or waits then gets the error of the accelerator."""
     expected = train("cpu:0")
@@ -103,7 +116,7 @@ def test_training_ends_with_a_model_s_device_that_fails_between_two_steps(kernel
             emu.fail_after(0, kernels)
 
     with pytest.raises(torch.AcceleratorError, match="emu:0") as raised:
-        train(["emu:0", "emu:1"], before=fail, max_in_flight=in_flight)
+        train(TWO, before=fail, max_in_flight=in_flight)
     assert any("load the last checkpoint" in note for note in raised.value.__notes__)
 
 
@@ -112,11 +125,7 @@ def test_an_evaluation_goes_on_without_a_device_whose_kernel_fails(devices):
     """Its shards' tasks have ended by then: kernels fail later than they are launched."""
 
     def evaluate(devices, kernels=None):
-        model = make_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with evenstep.Trainer(
-            model, optimizer, nn.CrossEntropyLoss(), devices=devices, shards=4
-        ) as trainer:
+        with opened(devices) as trainer:
             float(trainer.step(*batch_of(0)))
             if kernels is not None:
                 emu.fail_after(1, kernels)
@@ -143,6 +152,7 @@ MOMENTS = {
 @pytest.mark.parametrize("mode", ["lazy", "thread"])
 @pytest.mark.parametrize("in_flight", [1, 2])
 @pytest.mark.parametrize("moment", MOMENTS.values(), ids=MOMENTS)
+@pytest.mark.thinned(2)
 def test_the_others_go_on_without_a_device_that_disappears(moment, in_flight, mode, caplog):
     emu.configure(mode, delay_us=20)
 
@@ -150,7 +160,7 @@ def test_the_others_go_on_without_a_device_that_disappears(moment, in_flight, mo
         if number == 2:
             emu.disappear(1, *moment)
 
-    found = train(["emu:0", "emu:1"], before=disappear, max_in_flight=in_flight)
+    found = train(TWO, before=disappear, max_in_flight=in_flight)
     assert "emu:1 was lost" in caplog.text
     assert_same_bits(found, train("cpu:0"))
 
@@ -163,7 +173,7 @@ def test_training_ends_with_a_model_s_device_that_disappears(moment, in_flight):
             emu.disappear(0, *moment)
 
     with pytest.raises(torch.AcceleratorError, match="off the bus") as raised:
-        train(["emu:0", "emu:1"], before=disappear, max_in_flight=in_flight)
+        train(TWO, before=disappear, max_in_flight=in_flight)
     assert any("load the last checkpoint" in note for note in raised.value.__notes__)
 
 
@@ -182,11 +192,7 @@ def test_all_of_a_training_goes_on_without_a_device_that_has_disappeared(
 
     def results(devices, kernels=None):
         saved.clear()
-        model = make_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        with evenstep.Trainer(
-            model, optimizer, nn.CrossEntropyLoss(), devices=devices, shards=4
-        ) as trainer:
+        with opened(devices) as trainer:
 
             def save(*_):
                 saved.append(trainer.save(tmp_path / f"{devices}"))
@@ -209,8 +215,7 @@ def test_all_of_a_training_goes_on_without_a_device_that_has_disappeared(
 
 
 def test_the_others_go_on_without_a_device_that_stands_still(caplog):
-    model, stops = make_model(), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    stops = []
 
     def objective(model, X, y):
         if stops and X.device.index == 1:
@@ -219,36 +224,26 @@ def test_the_others_go_on_without_a_device_that_stands_still(caplog):
             emu.stand_still(1)
         return nn.functional.cross_entropy(model(X), y, reduction="sum"), len(y)
 
-    with evenstep.Trainer(
-        model,
-        optimizer,
-        objective=objective,
-        devices=["emu:0", "emu:1"],
-        shards=4,
-        faults=evenstep.Faults(lost_after_s=0.3),
-    ) as trainer:
+    faults = evenstep.Faults(lost_after_s=0.3)
+    with opened(objective=objective, faults=faults) as trainer:
         for number in range(len(SIZES)):
             if number == 3:
                 stops.append(True)
             trainer.step(*batch_of(number))
     assert "emu:1 was lost" in caplog.text
-    assert_same_bits(emu.on_the_host(whole_state(model, optimizer)), train("cpu:0"))
+    assert_same_bits(state_here(trainer), train("cpu:0"))
 
 
 def test_the_times_of_shards_are_those_of_their_kernels():
     delay_s, least_kernels = 3e-3, 10  # of a shard
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with evenstep.Trainer(
-        model, optimizer, nn.CrossEntropyLoss(), devices=["emu:0", "emu:1"], shards=4
-    ) as trainer:
+    with opened() as trainer:
         emu.slow_down(1, int(delay_s * 1e6))
         for number in range(len(SIZES)):
             float(trainer.step(*batch_of(number)))
         slow = next(share for share in trainer.shares() if share.device == "emu:1")
     assert slow.shards
     assert slow.compute_s > slow.shards * least_kernels * delay_s
-    assert_same_bits(emu.on_the_host(whole_state(model, optimizer)), train("cpu:0"))
+    assert_same_bits(state_here(trainer), train("cpu:0"))
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
@@ -256,16 +251,7 @@ def test_the_times_of_shards_are_those_of_their_kernels():
 def test_a_step_without_enough_memory_changes_nothing_and_can_be_repeated(
     device, in_flight, caplog
 ):
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with evenstep.Trainer(
-        model,
-        optimizer,
-        nn.CrossEntropyLoss(),
-        devices=["emu:0", "emu:1"],
-        shards=4,
-        max_in_flight=in_flight,
-    ) as trainer:
+    with opened(max_in_flight=in_flight) as trainer:
         for number in range(2):
             trainer.step(*batch_of(number))
         opening = trainer.fingerprint()
@@ -278,16 +264,12 @@ def test_a_step_without_enough_memory_changes_nothing_and_can_be_repeated(
         for number in range(2, len(SIZES)):
             trainer.step(*batch_of(number))
     assert "was lost" not in caplog.text
-    assert_same_bits(emu.on_the_host(whole_state(model, optimizer)), train("cpu:0"))
+    assert_same_bits(state_here(trainer), train("cpu:0"))
 
 
 def test_a_label_that_is_no_class_is_the_program_s_mistake(caplog):
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     X, y = batch_of(0)
-    with evenstep.Trainer(
-        model, optimizer, nn.CrossEntropyLoss(), devices=["emu:0", "emu:1"], shards=4
-    ) as trainer:
+    with opened() as trainer:
         for _ in range(3):
             trainer.step(X, y)
         y[-1] = 7  # on the second device
@@ -297,14 +279,9 @@ def test_a_label_that_is_no_class_is_the_program_s_mistake(caplog):
 
 
 def test_ctrl_c_is_heard_while_a_device_stands_still():
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    faults = evenstep.Faults(lost_after_s=math.inf)
-    with evenstep.Trainer(
-        model, optimizer, nn.CrossEntropyLoss(), devices=["emu:0", "emu:1"], faults=faults
-    ) as trainer:
+    with opened(faults=evenstep.Faults(lost_after_s=math.inf)) as trainer:
         float(trainer.step(*batch_of(0)))
-        opening = {name: value.cpu() for name, value in model.state_dict().items()}
+        opening = state_here(trainer)
         emu.stand_still(1)
 
         def interrupt():
@@ -317,13 +294,10 @@ def test_ctrl_c_is_heard_while_a_device_stands_still():
         with pytest.raises(KeyboardInterrupt):
             trainer.step(*batch_of(1))
         thread.join()
-        for name, value in model.state_dict().items():
-            assert torch.equal(value.cpu(), opening[name])
+        assert_same_bits(state_here(trainer), opening)
 
 
 def test_buffers_are_put_back_behind_the_kernels_of_a_shard_that_failed():
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     fails = []
 
     def objective(model, X, y):
@@ -332,16 +306,13 @@ def test_buffers_are_put_back_behind_the_kernels_of_a_shard_that_failed():
             raise ArithmeticError("as asked for")
         return nn.functional.cross_entropy(output, y, reduction="sum"), len(y)
 
-    with evenstep.Trainer(
-        model, optimizer, objective=objective, devices=["emu:0", "emu:1"], shards=4
-    ) as trainer:
+    with opened(objective=objective) as trainer:
         for seed in range(4):
             emu.configure("random", seed)
             float(trainer.step(*batch_of(1)))
-            opening = {name: value.cpu() for name, value in model.state_dict().items()}
+            opening = state_here(trainer)
             fails.append(True)
             with pytest.raises(ArithmeticError):
                 trainer.step(*batch_of(1))
             fails.clear()
-            for name, value in model.state_dict().items():
-                assert torch.equal(value.cpu(), opening[name]), name
+            assert_same_bits(state_here(trainer), opening)

@@ -1,6 +1,5 @@
 """A network in stages, each on an accelerator of its own, has the bits of one CPU device."""
 
-import copy
 import itertools
 import random
 import threading
@@ -18,7 +17,7 @@ import evenstep
 from crossing_models import Checkpointed, Fanned, Gated, Passing, Skips, Taught
 from evenstep.errors import DeviceLostError, InputError
 from good_models import MODELS
-from reference import assert_same_bits, plain_outputs, reference_backward, whole_state
+from reference import assert_same_bits, whole_state
 from test_sameness import ROUNDED, UNFIT, assert_bits_of_a_cpu
 from zoo import build, make_batches
 
@@ -226,42 +225,6 @@ def open_trainer(model, optimizer, **options):
 
 def momentum(model):
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def test_gradients_are_accumulated_and_clipped_by_the_user():
-    model = build("batch_norm")
-    expected = copy.deepcopy(model)
-    optimizer, plain = momentum(model), momentum(expected)
-    first, second = make_batches((24, 24))
-    with open_trainer(model, optimizer, shards=8) as trainer:
-        trainer.backward(*first)
-        trainer.backward(*second, accumulate=True)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-    reference_backward(expected, *first, shards=8, step=0)
-    summed = [parameter.grad for parameter in expected.parameters()]
-    reference_backward(expected, *second, shards=8, step=1)
-    for parameter, gradient in zip(expected.parameters(), summed, strict=True):
-        parameter.grad = gradient + parameter.grad
-    plain_norm = nn.utils.clip_grad_norm_(expected.parameters(), 0.1)
-    plain.step()
-    assert norm.cpu() == plain_norm
-    assert_same_bits(emu.on_the_host(whole_state(model, optimizer)), whole_state(expected, plain))
-
-
-def test_outputs_and_metrics_are_those_of_the_plain_model():
-    model = build("batch_norm")
-    batches = make_batches((24, 17))
-    with open_trainer(model, momentum(model)) as trainer:
-        for batch in make_batches((33, 16)):
-            trainer.step(*batch)
-        outputs = trainer.predict([batch[:1] for batch in batches])
-        accuracy = trainer.evaluate(batches, {"accuracy": evenstep.metrics.accuracy})["accuracy"]
-    plain = copy.deepcopy(model).cpu()
-    expected = torch.cat([plain_outputs(plain, X) for X, _ in batches])
-    hits = sum(int((plain_outputs(plain, X).argmax(1) == y).sum()) for X, y in batches)
-    assert torch.allclose(outputs.cpu(), expected, atol=1e-6)  # other batch sizes, other products
-    assert accuracy == hits / 41
 
 
 def test_a_training_is_resumed_from_stages_on_a_cpu_and_back(tmp_path):

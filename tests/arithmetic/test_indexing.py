@@ -9,17 +9,13 @@ from torch.nn import functional
 
 from arrangements import arranged
 from evenstep.arithmetic.mode import PortableMode
-from exact_floats import fma, odd_values, same
+from exact_floats import fma, odd, same
 
 aten = torch.ops.aten
 
 
 def integers(shape, below, seed):
     return torch.randint(below, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def odd(*shape, seed=0):
-    return odd_values(torch.Size(shape).numel(), seed).reshape(shape)
 
 
 def numbers(*shape):

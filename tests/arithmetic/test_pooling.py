@@ -11,11 +11,7 @@ from torch.nn import functional
 
 from arrangements import arranged
 from evenstep.arithmetic.mode import PortableMode
-from exact_floats import fma, odd_values, rounded, same
-
-
-def odd(*shape, seed=0):
-    return odd_values(torch.Size(shape).numel(), seed).reshape(shape)
+from exact_floats import fma, odd, rounded, same
 
 
 def total(values):

@@ -9,7 +9,6 @@ import re
 import sys
 
 import pytest
-import torch
 
 from benchmarking import BENCHMARKS, FACTS
 
@@ -35,14 +34,6 @@ TINY_ENGINE = dataclasses.replace(
 )
 
 
-@pytest.fixture
-def _threads_as_before():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("_threads_as_before")
 @pytest.mark.parametrize("measurement", engine.contenders(TINY), ids=lambda one: one.key)
 def test_every_measurement_runs_and_returns_what_the_tables_need(measurement):
     figures = importlib.import_module(measurement.module).measure(measurement.job)

@@ -11,16 +11,14 @@ import scale
 
 
 def test_every_published_row_is_predicted():
-    tables = published.tables_published()
-    found = [row for one in tables for row in published.rows(one)]
-    assert len(found) == len(published.table().rows) == 18
-    assert all(one["url"].startswith("https://") for one in tables)
+    assert len(published.errors()) == len(published.table().rows) == 18
+    assert all(one["url"].startswith("https://") for one, _ in published.predictions())
 
 
 def test_no_prediction_is_more_than_linear():
-    for one in published.tables_published():
+    for one, rows in published.predictions():
         first, *_ = one["published"]
-        for devices, predicted, _ in published.rows(one):
+        for devices, predicted, _ in rows:
             each = "GPU" in one["unit"]
             linear = one["published"][first] * (1 if each else devices / int(first))
             assert predicted <= linear * (1 + 1e-9)
@@ -34,10 +32,9 @@ def test_the_median_error_is_small_and_the_worst_are_too_high():
 
 
 def test_a_hundredth_of_the_network_is_slower():
-    one = next(t for t in published.tables_published() if t["exchange"] == "sharded")
-    slow = {**one, "network_gbit_s": one["network_gbit_s"] / 100}
-    usual, slowed = (max(row[1] for row in published.rows(table)) for table in (one, slow))
-    assert slowed < 0.5 * usual
+    one, usual = next(pair for pair in published.predictions() if pair[0]["exchange"] == "sharded")
+    slow = published.rows({**one, "network_gbit_s": one["network_gbit_s"] / 100})
+    assert max(row[1] for row in slow) < 0.5 * max(row[1] for row in usual)
 
 
 @pytest.mark.parametrize("step_s", scale.STEPS_S)

@@ -8,7 +8,7 @@ from torch import nn
 
 from evenstep.errors import ContractError
 from layouts import own
-from reference import assert_same_bits, whole_state
+from reference import assert_same_bits, plain_training, whole_state
 from trainers import open_trainer, sgd
 from zoo import CLASSES, make_batches
 
@@ -54,11 +54,7 @@ def plain(change):
     """Train without the library: one shard of the whole batch a step."""
     model = Followed()
     optimizer = sgd(model)
-    for X, y in BATCHES:
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(X), y).backward()
-        optimizer.step()
-        change(model)
+    plain_training(model, optimizer, BATCHES, after_update=change)
     return whole_state(model, optimizer)
 
 

@@ -21,7 +21,7 @@ from torch.ao.quantization import (
 
 from evenstep.errors import ContractError, ModelError
 from layouts import own
-from reference import assert_same_bits, whole_state
+from reference import assert_same_bits, plain_training, whole_state
 from trainers import open_trainer, sgd
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.ao.quantization:DeprecationWarning")
@@ -88,10 +88,7 @@ def test_every_layout_has_the_same_bits(make, layout):
 def test_one_shard_is_the_plain_loop(make, devices):
     plain = built(make)
     optimizer = sgd(plain)
-    for X, y in BATCHES * 2:
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(plain(X), y).backward()
-        optimizer.step()
+    plain_training(plain, optimizer, BATCHES * 2)
     state = trained(built(make), devices=devices, shards=1)
     assert_same_bits(state, whole_state(plain, optimizer))
 

@@ -4,7 +4,6 @@ import importlib
 import json
 
 import pytest
-import torch
 
 from evenstep.reproduce import experiments
 from evenstep.reproduce.experiments import jobs, measurements
@@ -32,14 +31,6 @@ def figures_of(key):
     return {name.split(":")[1] for name in names if name.split(":")[0] == key}
 
 
-@pytest.fixture
-def _threads_as_before():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("_threads_as_before")
 @pytest.mark.parametrize("measurement", measurements("mxnet", TINY), ids=lambda one: one.key)
 def test_every_measurement_returns_what_the_rows_need(measurement):
     figures = importlib.import_module(measurement.module).measure(measurement.job)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from layouts import mixed
-from reference import assert_same_bits, reference_training, whole_state
+from reference import assert_same_bits, plain_training, reference_training, whole_state
 from trainers import open_trainer
 
 EXAMPLES = 13
@@ -82,10 +82,7 @@ def plain(model, batches, loss):
     """Return a copy of the model, trained by the plain loop over whole batches."""
     model = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
-    for x, y in batches:
-        optimizer.zero_grad()
-        loss(model(x), y).backward()
-        optimizer.step()
+    plain_training(model, optimizer, batches, loss)
     return model
 
 

@@ -23,7 +23,7 @@ from evenstep.errors import (
 from evenstep.steps.executors.sync_batch_norm import merge, moments_of
 from layouts import LAYOUTS, DelayedLanes, shared, some_delay_s
 from marks import slow
-from reference import assert_same_bits, whole_state
+from reference import assert_same_bits, plain_training, whole_state
 from trainers import open_trainer, sgd
 from zoo import CLASSES, Branching
 
@@ -81,19 +81,6 @@ def train(model, data, **options):
     return whole_state(model, trainer.optimizer), losses, trainer
 
 
-def plain(model, data):
-    """Train by the plain loop over whole batches."""
-    optimizer, loss_of = sgd(model), nn.CrossEntropyLoss()
-    losses = []
-    for X, y in data:
-        optimizer.zero_grad()
-        loss = loss_of(model(X), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
 QUICK = ("2 shared", "5 shared", "3 own", "3 mixed")
 
 
@@ -118,7 +105,7 @@ def test_every_layout_has_the_same_bits(dropout, max_in_flight, shards, layouts)
 def test_training_equals_the_whole_batch_up_to_rounding(shards):
     data = batches((24, 17), dtype=torch.float64)
     whole, ours = build().double(), build().double()
-    losses = plain(whole, data)
+    losses = plain_training(whole, sgd(whole), data)
     _, found, _ = train(ours, data, shards=shards)
     torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=1e-12, atol=0)
     for name, value in whole.state_dict().items():
@@ -137,7 +124,7 @@ def test_per_shard_statistics_differ():
 def test_one_shard_is_the_plain_loop_bit_for_bit():
     data = batches((24, 17))
     whole, ours = build(), build()
-    losses = plain(whole, data)
+    losses = plain_training(whole, sgd(whole), data)
     _, found, _ = train(ours, data, shards=1, memory_format="contiguous")
     assert found == losses
     assert_same_bits(dict(ours.named_parameters()), dict(whole.named_parameters()))
@@ -146,7 +133,8 @@ def test_one_shard_is_the_plain_loop_bit_for_bit():
 def test_shards_of_one_example_are_fine_and_a_batch_of_one_is_not():
     data = batches((8,))
     _, losses, _ = train(build(), data, shards=8)
-    assert losses == pytest.approx(plain(build(), data), rel=1e-5)
+    plain = build()
+    assert losses == pytest.approx(plain_training(plain, sgd(plain), data), rel=1e-5)
     flat = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(36), nn.Linear(36, CLASSES))
     with pytest.raises(ValueError, match="more than 1 value per channel"):  # torch's own
         train(flat, batches((1,)))
@@ -159,7 +147,7 @@ def test_bf16_sums_in_single_precision():
     train(three, data, precision="bf16", devices=shared(3))
     assert_same_bits(one.state_dict(), three.state_dict())
     whole = build()
-    plain(whole, data)
+    plain_training(whole, sgd(whole), data)
     torch.testing.assert_close(
         one.left[1].running_var, whole.left[1].running_var, rtol=0.02, atol=1e-3
     )

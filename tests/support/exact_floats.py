@@ -63,3 +63,8 @@ def odd_values(count: int, seed: int, *, special: bool = True) -> torch.Tensor:
     edge = torch.tensor([0.0, -0.0, 1e-45, -1e-40, math.inf, -math.inf, math.nan, 3.4e38, -1.0])
     at = torch.rand(count, generator=generator) < 0.1
     return torch.where(at, edge[torch.randint(len(edge), (count,), generator=generator)], values)
+
+
+def odd(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Return odd values in a shape."""
+    return odd_values(math.prod(shape), seed).reshape(shape)

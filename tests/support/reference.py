@@ -159,6 +159,24 @@ def reference_training(model, make_optimizer, batches, **settings):
     return whole_state(model, optimizer), losses
 
 
+def plain_training(
+    model, optimizer, batches, loss=CROSS_ENTROPY, *, before_update=None, after_update=None
+):
+    """Train `model` itself by plain torch's loop over whole batches; return the losses."""
+    losses = []
+    for x, y in batches:
+        optimizer.zero_grad()
+        value = loss(model(x), y)
+        value.backward()
+        if before_update is not None:
+            before_update(model)
+        optimizer.step()
+        if after_update is not None:
+            after_update(model)
+        losses.append(value.item())
+    return losses
+
+
 def plain_outputs(model, *inputs):
     """Return what `model` gives in evaluation mode, and leave its mode as it was."""
     training = model.training

@@ -5,14 +5,13 @@ import itertools
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import evenstep
 from evenstep.errors import ContractError, ModelError
 from grouping import grouped
 from layouts import own
-from reference import assert_same_bits, whole_state
+from reference import assert_same_bits, plain_training, whole_state
 from trainers import open_trainer
 
 LAYOUTS = [1, 2, 3, own(2), own(3)]
@@ -58,13 +57,8 @@ def train(data, model, **options):
 
 
 def plain(data, model):
-    optimizer, losses = SGD(model.parameters()), []
-    for X, y in data:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(X), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    optimizer = SGD(model.parameters())
+    losses = plain_training(model, optimizer, data)
     return whole_state(model, optimizer), losses
 
 

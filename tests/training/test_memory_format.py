@@ -16,7 +16,7 @@ from evenstep.checkpoint.fingerprint import fingerprint
 from evenstep.errors import InputError
 from grouping import grouped
 from layouts import own
-from reference import assert_same_bits, reference_training
+from reference import assert_same_bits, plain_training, reference_training
 from trainers import sgd, take_steps
 from zoo import CLASSES
 
@@ -70,10 +70,7 @@ def strides_of(model, optimizer):
 
 
 def plain_steps(model, optimizer, X, y, steps=2):
-    for _ in range(steps):
-        optimizer.zero_grad()
-        LOSS(model(X), y).backward()
-        optimizer.step()
+    plain_training(model, optimizer, [(X, y)] * steps, LOSS)
     return model, optimizer
 
 

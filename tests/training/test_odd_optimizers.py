@@ -6,7 +6,7 @@ from torch import nn
 
 import evenstep
 from places import by_address, in_array, odd_copy
-from reference import assert_same_bits, whole_state
+from reference import assert_same_bits, plain_training, whole_state
 from trainers import open_trainer, take_steps
 
 OPTIONS = {"shards": 1, "memory_format": "contiguous", "devices": 1}
@@ -43,11 +43,7 @@ def plain(before_step=lambda model: None, state=None):
     optimizer = Whitened(model.parameters())
     if state is not None:
         optimizer.load_state_dict(state)
-    for X, y in batches():
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(X), y).backward()
-        before_step(model)
-        optimizer.step()
+    plain_training(model, optimizer, batches(), before_update=before_step)
     return whole_state(model, optimizer)
 
 

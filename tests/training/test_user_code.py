@@ -15,7 +15,7 @@ from grouping import grouped
 from in_flight import HeldCopies, numbered, opened
 from layouts import own
 from patience import wait, wait_until
-from reference import assert_same_bits, bits_of, whole_state
+from reference import assert_same_bits, bits_of, plain_training, whole_state
 from trainers import LAYOUTS, open_trainer, sgd, take_steps
 from zoo import Momentum, follow, make_batches
 
@@ -127,14 +127,9 @@ def test_hooks_may_change_a_module_and_change_it_back(hook):
     assert_same_bits(warm(hook, write, max_in_flight=2), warm(hook, write))
 
 
-def plain(model, before_update=lambda model: None, after_update=lambda model: None):
+def plain(model, **hooks):
     optimizer = sgd(model)
-    for X, y in BATCHES:
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(X), y).backward()
-        before_update(model)
-        optimizer.step()
-        after_update(model)
+    plain_training(model, optimizer, BATCHES, **hooks)
     return whole_state(model, optimizer)
 
 
