@@ -147,7 +147,6 @@ def contrastive(model, images, rows):
 @EVERY_LAYOUT
 @pytest.mark.parametrize("mode", emu.MODES)
 @pytest.mark.parametrize("batch_norm", ["shard", "sync"])
-@pytest.mark.thinned(2)
 def test_shards_side_by_side_exchange_values_between_devices(batch_norm, mode, devices):
     def train(devices):
         model = TwoTowers()
