@@ -12,6 +12,7 @@ import evenstep
 from evenstep.errors import InputError
 from evenstep.planning import Arrangement, Link, Machine, Work, parse_network, predict
 from evenstep.planning.prediction import BOUND, PARTS
+from traces import HandTrace
 
 MB = 10**6
 
@@ -177,6 +178,20 @@ def test_absurd_networks_are_refused(text):
 def test_what_cannot_be_planned_is_refused(arguments, message):
     with pytest.raises(InputError, match=message):
         evenstep.plan(work(), **arguments)
+
+
+def test_a_plan_starts_from_one_step(tmp_path):
+    trace = HandTrace("cpu:0")
+    for _ in range(4):
+        trace.add([10.0, 10.0], update=4.0)
+    trace.trace.facts["training"] = {"examples": 8, "gradient_nbytes": 100}
+    trace.trace.save(tmp_path / "one.trace")
+    found = evenstep.plan(trace=tmp_path / "one.trace", devices=(2,), per_machine=2)
+    assert found.predictions[0].step_s == pytest.approx(0.014)
+    assert any("which a trace does not hold" in text for text in found.unseen)
+    for both in ({}, {"work": work(), "trace": tmp_path / "one.trace"}):
+        with pytest.raises(InputError, match="either work= or trace="):
+            evenstep.plan(**both)
 
 
 @pytest.mark.parametrize(

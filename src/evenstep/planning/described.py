@@ -38,6 +38,7 @@ class Work:
         cut_nbytes: the activations of a shard that pass from a stage to the next.
         forward_share: the share of a shard's seconds in its forward pass.
         device: the kind of device that was measured, "cpu" or a kind of GPU.
+        lacks: what nobody measured of it, in words.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Work:
     cut_nbytes: int = 0
     forward_share: float = 1 / 3
     device: str = "cpu"
+    lacks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         times = (*self.shard_s, self.fixed_s, self.update_s, self.rest_s, self.load_s)

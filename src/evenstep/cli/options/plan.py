@@ -76,7 +76,7 @@ class PlanOptions(OptionTable):
         metavar="FILE",
     )
     compare: str | None = _of_output(
-        None, "Put the trace of a run on several devices beside the plan.",
+        None, "Put a run beside the plan: what evenstep train --json or --trace wrote.",
         click.Path(), metavar="FILE",
     )  # fmt: skip
     out: Path | None = _of_output(

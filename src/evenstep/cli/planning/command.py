@@ -29,12 +29,12 @@ from evenstep.planning import (
     Prediction,
     Work,
     compared,
+    measured_run,
     parse_network,
     work_of_trace,
 )
 from evenstep.planning import plan as planned
 from evenstep.planning.plan import MOST_PLANNED
-from evenstep.profiling.reader import read_trace
 
 _RANGE = re.compile(r"\s*0*([1-9]\d{0,8})\s*\.\.\s*0*([1-9]\d{0,8})\s*")
 _MOST_ROWS = 40
@@ -48,6 +48,7 @@ def plan(options: PlanOptions) -> None:
     """Print what more devices would bring."""
     counts = device_counts(options.devices)
     refuse(options, counts)
+    run = None if options.compare is None else measured_run(options.compare)
     work, machine = _inputs(options)
     known = "network" not in options.given and math.isfinite(machine.network.bytes_per_s)
     found = planned(
@@ -65,8 +66,8 @@ def plan(options: PlanOptions) -> None:
         sockets=options.owners,
     )
     beside = None
-    if options.compare is not None:
-        beside = compared(_of_run(found, options.compare), options.compare)
+    if run is not None:
+        beside = compared(found.work, found.predictions, run)
     if options.out is not None:
         _draw(found, options.out)
     if options.as_json:
@@ -142,18 +143,6 @@ def _inputs(options: PlanOptions) -> tuple[Work, Machine]:
     return work, given or measured_machine(job)
 
 
-def _of_run(found: Plan, file: str) -> Prediction:
-    """Return the prediction for as many devices as a run had."""
-    devices = len(read_trace(file)[0].devices)
-    for one in found.predictions:
-        if one.arrangement.devices == devices:
-            return one
-    raise InputError(
-        f"{file} is the trace of {counted(devices, 'device')}, which the plan does not have: "
-        f"add {devices} to --devices"
-    )
-
-
 def _draw(found: Plan, file: Path) -> None:
     if file.suffix == ".html":
         write_text(file, page_of_plan(found))
@@ -190,14 +179,14 @@ def said(found: Plan, beside: Comparison | None = None) -> Iterator[str]:
     yield from found.advice
     if last.fits is False:
         yield f"{counted(last.arrangement.devices, 'device')} don't have enough memory"
-    if found.work.activation_nbytes is None:
-        yield "memory is without activations, which a trace does not hold"
     for text in found.unseen:
         yield f"not seen: {text}"
     if beside is not None:
         inside = "inside" if beside.within else "outside"
+        parts = f" in {beside.processes} processes" if beside.processes > 1 else ""
         yield (
-            f"the run on {counted(beside.devices, 'device')}: {beside.measured:,.1f} examples/s, "
+            f"the run on {counted(beside.devices, 'device')}{parts}: "
+            f"{beside.measured:,.1f} examples/s, "
             f"predicted {beside.predicted:,.1f} ({beside.error:+.1%}), {inside} the range"
         )
 
