@@ -1,6 +1,7 @@
 """`evenstep plan`, and `evenstep doctor --measure`."""
 
 import json
+import statistics
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import pytest
 
 from commands import MLP, complaint, run
 from evenstep.planning import work_of_trace
+from evenstep.recording.record_file import FORMAT, VERSION, RecordFile
 from traces import HandTrace
 
 FACTS = {"examples": 80, "gradient_nbytes": 4_000_000, "state_nbytes": 0}
@@ -204,6 +206,29 @@ def test_a_model_is_measured_and_planned():
     assert "not seen: several machines" in text
 
 
+def test_slices_of_a_model_are_measured_and_planned():
+    options = ("--batch-size", "32", "--steps", "2", "--devices", "1,2,4", "--per-machine", "4")
+    found = json.loads(run("plan", "--model", "mlp", "--slices", 2, *options, "--json").stdout)
+    work = found["work"]
+    assert work["slices"] == 2
+    # mlp has 3 linear layers; the first one has no gradient of its input to compute, but a slice
+    assert work["meetings"] == 6
+    assert 0 < work["sliced_s"] < sorted(work["shard_s"])[len(work["shard_s"]) // 2]
+    most = 1 / (1 - work["sliced_s"] / statistics.median(work["shard_s"]) / 2)
+    assert found["predictions"][1]["speed_up"] <= most
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--slices", 3), "3 slices"),
+        (("--stages", 64, "--per-machine", 64, "--devices", 64), "modules with parameters"),
+    ],
+)
+def test_what_a_model_cannot_be_cut_into_gets_one_line(options, said):
+    assert said in complaint("plan", "--model", "mlp", *options, code=2)
+
+
 def test_a_measured_machine_is_read_back(saved, tmp_path):
     machine = json.loads(run("doctor", "--measure", "--json").stdout)
     assert machine["machine"]["local"]["bytes_per_s"] > 1e6
@@ -293,11 +318,10 @@ def test_a_huge_trace_is_refused_before_it_is_read(tmp_path):
 
 def test_a_record_holds_no_times(tmp_path):
     folder = tmp_path / "record"
-    program = tmp_path / "program.py"
-    program.write_text("import torch; torch.nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()\n")
-    run("record", "--out", folder, "--", "python", program)
-    (file,) = folder.glob("process-*.jsonl")
-    for given in (folder, file):
+    file = RecordFile(folder, rank=0, most_nbytes=1000)
+    file.write({FORMAT: VERSION, "rank": 0, "world": 1})
+    file.close()
+    for given in (folder, folder / "process-0.jsonl"):
         said = complaint("plan", "--trace", given, code=2)
         assert "holds what was computed, and no times of shards, sums or updates" in said
 
@@ -312,7 +336,11 @@ def test_a_record_holds_no_times(tmp_path):
         (("--network", "fast"), "give bits or bytes a second"),
         (("--shards", "4", "--devices", "8"), "at least 8 shards"),
         (("--shards", "100"), "at most one shard for"),
-        (("--stages", "2", "--owners"), "leave one out"),
+        (("--stages", "2", "--owners"), "got --stages and --owners"),
+        (("--stages", "2", "--slices", "2"), "got --stages and --slices"),
+        (("--slices", "2", "--owners"), "got --slices and --owners"),
+        (("--slices", "2", "--in-flight", "2"), "one step in flight"),
+        (("--slices", "2"), "a trace does not hold what of a shard is in slices"),
         (("--stages", "2", "--devices", "3", "--per-machine", "4"), "a multiple of 2"),
         (("--stages", "2", "--devices", "2", "--per-machine", "1"), "devices of one process"),
         (("--per-machine", "8", "--per-process", "2000"), "a process has at most 1024"),

@@ -15,6 +15,7 @@ from evenstep.planning.described import BUCKET_NBYTES
 from evenstep.planning.formulas import (
     best_interval_s,
     bubble,
+    most_sliced,
     most_speed_up,
     partial_sums,
     ring_nbytes,
@@ -157,8 +158,42 @@ def test_shared_memory_needs_no_network():
     assert seconds(work(gradient_nbytes=MB), slow, **sockets) > MB
 
 
-def test_slices_divide_each_shard():
-    assert seconds(work(), **in_one_process(4, divide="slices")) == pytest.approx(2 * SHARD_S)
+@given(st.floats(0, 1), st.integers(1, 12), st.integers(1, 12))
+def test_slices_gain_what_the_formula_allows(share, slices, devices):
+    own = work(slices=slices, sliced_s=share * SHARD_S)
+    found = seconds(own, **in_one_process(devices, divide="slices"))
+    # the longest run of S slices on D devices, by hand: 5 slices on 3 devices are 2, 2 and 1
+    longest = len(range(slices)[::devices])
+    assert found == pytest.approx(8 * SHARD_S * (1 - share + share * longest / slices))
+    assert 8 * SHARD_S / found == pytest.approx(most_sliced(share, slices, devices))
+
+
+def test_devices_that_compute_slices_meet_in_each_layer():
+    machine = Machine(meeting_s=0.002, slowdown=(1.0, 1.5))
+    own = work(slices=2, sliced_s=0.6 * SHARD_S, meetings=10)
+    found = simulate(
+        own, machine, Arrangement(**in_one_process(2, divide="slices")), random.Random(0)
+    )
+    outside_s, inside_s = 0.4 * SHARD_S + 10 * 0.002, 0.3 * SHARD_S * 1.5
+    assert found.seconds == pytest.approx(8 * (outside_s + inside_s))
+    assert found.busy_s == pytest.approx((8 * (outside_s + inside_s), 8 * inside_s))
+    alone = seconds(own, machine, **in_one_process(1, divide="slices"))
+    assert alone == pytest.approx(8 * SHARD_S)  # no meeting
+
+
+def test_processes_that_compute_slices_add_up_as_others_do():
+    own = work(slices=2, sliced_s=SHARD_S, gradient_nbytes=3 * MB)
+    layout = {"devices": 4, "per_machine": 2, "per_process": 2, "divide": "slices"}
+    link = Link(bytes_per_s=10 * MB)
+    found = seconds(own, Machine(network=link), **layout)
+    sent_s = ring_nbytes(3 * MB, 2) / link.bytes_per_s
+    assert found == pytest.approx(4 * SHARD_S / 2 + sent_s)
+
+
+def test_each_process_loads_its_part_of_a_batch():
+    own = work(load_s=4.0)
+    assert seconds(own, devices=4) == pytest.approx(2 * SHARD_S + 1.0)
+    assert seconds(own, **in_one_process(4)) == pytest.approx(2 * SHARD_S + 4.0)
 
 
 @settings(max_examples=60, deadline=None)
