@@ -88,6 +88,14 @@ def test_what_was_not_measured_is_said_and_widens_the_range():
     assert any("cuda" in text for text in gpu.unseen)
 
 
+def test_shards_that_vary_widen_the_range():
+    """Without a layout to be wrong about, only the measured spread is left."""
+    steady = predict(work(), Machine(), Arrangement())
+    assert steady.least == steady.examples_per_s == steady.most
+    varying = predict(work(shard_s=(0.01, 0.01, 0.03)), Machine(), Arrangement())
+    assert varying.least < varying.examples_per_s < varying.most
+
+
 def test_slices_say_what_they_gain_and_what_nobody_measured():
     own = work(slices=4, sliced_s=0.006, meetings=10, gradient_nbytes=MB, activation_nbytes=8 * MB)
     found = predict(own, Machine(meeting_s=1e-5), one_process(3, divide="slices"))

@@ -60,6 +60,39 @@ def test_a_pipeline_has_the_bubble_of_the_formula(stages, shards):
     assert idle == pytest.approx(bubble(shards, stages))
 
 
+def test_the_formulas_by_hand():
+    assert most_speed_up(8, 3) == pytest.approx(2.67, abs=0.004)  # 3, 3 and 2 shards
+    assert most_speed_up(8, 4) == 4
+    assert most_speed_up(8, 5) == most_speed_up(8, 7) == 4
+    assert ring_nbytes(12, 4) == 18  # three quarters are sent to their owners, and three back
+    assert ring_nbytes(12, 1) == 0
+    assert bubble(8, 4) == pytest.approx(3 / 11)
+    assert bubble(5, 1) == 0
+    assert most_sliced(0.5, 4, 2) == pytest.approx(1 / 0.75)
+    assert most_sliced(1.0, 4, 3) == 2  # 2, 1 and 1 slices
+    assert [partial_sums(0, 3, 8), partial_sums(3, 6, 8), partial_sums(6, 8, 8)] == [2, 2, 1]
+    assert best_interval_s(30, 18_000) == pytest.approx(1039.23, abs=0.01)
+    assert useful_share(100, 0, 10, 1000) == pytest.approx(0.94)
+
+
+@given(st.integers(1, 5), st.integers(1, 12))
+def test_each_stage_holds_one_shard_less_than_the_one_before_it(stages, shards):
+    layout = in_one_process(stages, divide="stages", stages=stages)
+    found = simulate(work(shards=shards), Machine(), Arrangement(**layout), random.Random(0))
+    assert found.held == tuple(min(shards, stages - stage) for stage in range(stages))
+
+
+@pytest.mark.parametrize("processes", [2, 3, 8])
+def test_owners_send_as_many_bytes_as_a_ring(processes):
+    """Gradients to their owners, n (p - 1) / p, and as many bytes of new values to the others."""
+    nbytes, rate = 3 * MB, 10 * MB
+    own = work(shards=processes, gradient_nbytes=nbytes)
+    machine = Machine(network=Link(bytes_per_s=rate))
+    found = seconds(own, machine, devices=processes, divide="owners")
+    sent_s = (nbytes + nbytes) * (processes - 1) / processes / rate
+    assert found == pytest.approx(SHARD_S + sent_s)
+
+
 @given(st.integers(2, 12), st.integers(1, 80))
 def test_a_ring_sends_its_bytes_at_the_rate_of_the_slowest_link(devices, megabytes):
     link = Link(bytes_per_s=100 * MB, latency_s=0.001)

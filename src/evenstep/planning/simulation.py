@@ -25,6 +25,8 @@ class StepTimes:
         computed_s: when the last device had computed its last shard.
         exchanged_s: the seconds after that until the gradients were added up.
         ended_s: the seconds of the update and the rest, and of loading that nothing hides.
+        held: for each device with a stage, the most shards that it held at a time; empty without
+            stages.
     """
 
     seconds: float
@@ -32,6 +34,7 @@ class StepTimes:
     computed_s: float
     exchanged_s: float
     ended_s: float
+    held: tuple[int, ...] = ()
 
 
 def simulate(
@@ -54,6 +57,7 @@ def simulate(
         computed_s=computed_s,
         exchanged_s=exchanged_s,
         ended_s=ended_s + visible_s,
+        held=tuple(most for replica in step.pipelines for most in replica.most_held),
     )
 
 
@@ -80,6 +84,7 @@ class _Step:
         self._ends_s = [0.0] * arrangement.devices  # of the shard that a device computes
         self._working = [0] * arrangement.machines
         self.added_up_s = 0.0
+        self.pipelines: list[_Pipeline] = []
         self._reduction: Reduction | None = None
         runs = divided(work.shards, [self._speed_of(own) for own in self._processes])
         if len(self._processes) > 1:
@@ -253,7 +258,9 @@ class _Step:
             runs = divided(self._counts[process], [1.0] * len(replicas))
             self._working[self._arrangement.machine_of(devices[0])] += len(devices)
             for replica, run in zip(replicas, runs, strict=True):
-                _Pipeline(self, process, replica, len(run)).begin()
+                self.pipelines.append(_Pipeline(self, process, replica, len(run)))
+        for one in self.pipelines:
+            one.begin()
 
     def end_stages(self, process: int, count: int) -> None:
         """Note that a replica has computed all its shards; then a process sends its gradients."""
@@ -290,6 +297,7 @@ class _Pipeline:
         self._forward = [shards] + [0] * (count - 1)  # that a stage may compute forward now
         self._backward = [0] * count
         self._held = [0] * count
+        self.most_held = [0] * count
         self._is_busy = [False] * count
         self._done = 0
 
@@ -314,6 +322,7 @@ class _Pipeline:
         else:
             self._forward[stage] -= 1
             self._held[stage] += 1
+            self.most_held[stage] = max(self.most_held[stage], self._held[stage])
 
         def end(sent_s: float) -> None:
             self._is_busy[stage] = False
