@@ -8,6 +8,7 @@ fewest). Nothing is fitted.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -83,23 +84,24 @@ def step_s(one: Mapping[str, Any], devices: int, alone_s: float) -> float:
     return usual_s(work, machine, layout)
 
 
+@functools.cache
+def all_rows() -> tuple[tuple[dict[str, Any], int, float, float], ...]:
+    """Return each table with each of its rows, which take seconds to simulate."""
+    return tuple((one, *row) for one in tables_published() for row in rows(one))
+
+
 def errors() -> list[float]:
     """Return the error of each predicted row."""
-    return [
-        predicted / measured - 1
-        for one in tables_published()
-        for _, predicted, measured in rows(one)
-    ]
+    return [predicted / measured - 1 for _, _, predicted, measured in all_rows()]
 
 
 def table() -> Table:
     """Return all rows: predicted, published, and the error."""
     found = []
-    for one in tables_published():
-        for devices, predicted, measured in rows(one):
-            what = f"[{one['source']}]({one['url']}): {one['trained']}"
-            figures = [number(predicted), number(measured), f"{predicted / measured - 1:+.1%}"]
-            found.append([what, one["hardware"], str(devices), *figures, one["unit"]])
+    for one, devices, predicted, measured in all_rows():
+        what = f"[{one['source']}]({one['url']}): {one['trained']}"
+        figures = [number(predicted), number(measured), f"{predicted / measured - 1:+.1%}"]
+        found.append([what, one["hardware"], str(devices), *figures, one["unit"]])
     heads = ("table", "hardware", "devices", "predicted", "published", "error", "unit")
     return Table(heads, found, 2)
 

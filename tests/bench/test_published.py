@@ -11,10 +11,9 @@ import scale
 
 
 def test_every_published_row_is_predicted():
-    tables = published.tables_published()
-    found = [row for one in tables for row in published.rows(one)]
+    found = published.all_rows()
     assert len(found) == len(published.table().rows) == 18
-    assert all(one["url"].startswith("https://") for one in tables)
+    assert all(one["url"].startswith("https://") for one, *_ in found)
 
 
 def test_every_number_has_a_source_or_is_assumed():
@@ -29,12 +28,11 @@ def test_every_number_has_a_source_or_is_assumed():
 
 
 def test_no_prediction_is_more_than_linear():
-    for one in published.tables_published():
+    for one, devices, predicted, _ in published.all_rows():
         first, *_ = one["published"]
-        for devices, predicted, _ in published.rows(one):
-            each = "GPU" in one["unit"]
-            linear = one["published"][first] * (1 if each else devices / int(first))
-            assert predicted <= linear * (1 + 1e-9)
+        each = "GPU" in one["unit"]
+        linear = one["published"][first] * (1 if each else devices / int(first))
+        assert predicted <= linear * (1 + 1e-9)
 
 
 def test_the_median_error_is_small_and_the_worst_are_too_high():

@@ -36,7 +36,7 @@ _COPIED_NBYTES = 64 << 20
 
 
 def measure(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the work of a job as a JSON object, and the slowdown of several threads.
+    """Return the work of a job as a JSON object, and what several threads cost each other.
 
     Args:
         job: the fields of a `Job`; "begins_s" (optional), a time of `time.time` to wait for, so
@@ -47,8 +47,10 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     begins_s, beside = fields.pop("begins_s", 0.0), fields.pop("beside", 1)
     one = Job(**fields)
     work = measured_work(one, wait=lambda: time.sleep(max(0.0, begins_s - time.time())))
-    slowed = slowdown_of_threads(one, beside) if beside > 1 else (1.0,)
-    return {"work": dataclasses.asdict(work), "slowdown": slowed}
+    more = {}
+    if beside > 1:
+        more = {"slowdown": slowdown_of_threads(one, beside), "meeting_s": meeting_s()}
+    return {"work": dataclasses.asdict(work), **more}
 
 
 def measured_work(job: Job, wait: Callable[[], object] = lambda: None) -> Work:
