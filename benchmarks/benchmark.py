@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,8 @@ class Benchmark:
     rounds: int = 5  # number of rounds by default
     # context in which the rounds run
     place: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+    # returns what is predicted of contenders before each round, a row each
+    predict: Callable[[Sequence[Contender]], Iterable[Run]] = lambda contenders: ()
     # returns the figures of one contender
     measure: Callable[[Contender], Mapping[str, Any]] = running.measure
 

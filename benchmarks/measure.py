@@ -98,7 +98,7 @@ def measure(
     if earlier is not None:
         record.go_on(earlier)
     with benchmark.place():
-        run_rounds(contenders, rounds, record, show, benchmark.measure)
+        run_rounds(contenders, rounds, record, show, benchmark.measure, benchmark.predict)
     for name, table in benchmark.tables(record.document).items():
         if any(row[-1] != NOT_MEASURED for row in table.rows):
             print(f"\n{name}")

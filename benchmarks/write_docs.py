@@ -112,6 +112,7 @@ def page(name: str, results: Path, notes: Mapping[str, str]) -> str:
         scripts=scripts,
         versions=versions,
         published=published.table,
+        sources=published.sources,
         thousand=scale.thousand,
         lost_time=scale.failures,
         summary=summary,

@@ -106,8 +106,8 @@ _EXPORTS = {
     "evenstep.options": "Experiment Faults Layout Owners Slices Stages",
     "evenstep.private_torch": "",
     "evenstep.planning": """
-        Arrangement Comparison Link Machine Plan Prediction StepTimes Work compared facts_of
-        parse_network plan predict simulate work_of_trace
+        Arrangement Comparison Link Machine MeasuredRun Plan Prediction StepTimes Work compared
+        facts_of measured_run parse_network plan predict simulate work_of_trace
     """,
     "evenstep.profiling": "",
     "evenstep.recording": "LEVELS Recorder record",

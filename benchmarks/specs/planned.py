@@ -1,9 +1,12 @@
-"""Predictions of `evenstep.planning`, each written before the run that it is compared with.
+"""Predictions of `evenstep.planning`, written before the runs that they are compared with.
 
-A case is a network, a V and a layout. One device is measured first, with that network and V; the
-machine is measured by exchanges without a training, by a step beside another, and the network is
-what the case says it is. From these the speed is predicted. Then the case runs. Nothing is fitted
-to the runs.
+A case is a network, a V and a layout. Before each round, one device is measured with each network
+and V; the machine is measured by exchanges without a training and by a step beside another, and the
+network is what the case says it is. From these all speeds are predicted, and kept in the result
+file. Then the cases run. Nothing is fitted to the runs. The error of a case is the median of those
+of its rounds, each against the prediction of the same round. For one round more:
+
+    python benchmarks/measure.py planned --rounds 1 --more
 
 Machines are network namespaces of this one, with one core each: root is needed, and `tc` with a
 token bucket. A delay is made by a program that carries the frames (tests/support/slow_cable.py).
@@ -30,7 +33,15 @@ from evenstep.bench.rounds import Run, select
 from evenstep.bench.tables import Table, number, verdict
 from evenstep.devices import kept_memory
 from evenstep.distributed import join, rendezvous
-from evenstep.planning import Arrangement, Link, Machine, Work, parse_network, predict
+from evenstep.planning import (
+    Arrangement,
+    Link,
+    Machine,
+    Prediction,
+    Work,
+    parse_network,
+    predict,
+)
 from machines import ADDRESSES, NAMES, ip, two_machines
 from slow_cable import slow_cable
 from specs import latency, uneven
@@ -46,6 +57,7 @@ LAYOUTS: Mapping[str, str] = {
     "two": "2 devices",
     "slow": "2 devices, one half as fast",
     "stages": "2 stages",
+    "slices": "2 devices, 2 slices",
     "memory": "2 processes, shared memory",
     "sockets": "2 processes, sockets",
     "owners": "2 processes, owners",
@@ -60,6 +72,7 @@ SHARDS: Mapping[str, Mapping[str, Sequence[int]]] = {
     "two": dict.fromkeys(NETWORKS, (2, 4, 8, 16)),
     "slow": {"lenet": (4, 8, 16), "resnet18": (8,)},
     "stages": {"resnet18": (4, 8), "nanogpt": (4, 8)},
+    "slices": dict.fromkeys(NETWORKS, (4,)),
     "memory": {"lenet": (2, 8, 16), "resnet18": (2, 8), "nanogpt": (2, 8)},
     "sockets": {"lenet": (2, 8, 16), "resnet18": (2, 8), "nanogpt": (2, 8)},
     "owners": dict.fromkeys(NETWORKS, (8,)),
@@ -71,6 +84,7 @@ SHARDS: Mapping[str, Mapping[str, Sequence[int]]] = {
 """The V of the cases."""
 
 TARGETS = {"median": 0.05, "nine of ten": 0.12}
+IN_ONE_PROCESS = ("two", "slow", "stages", "slices")
 SLOWED = 2  # times, of the slow device
 RATES = {"1Gbit": "1gbit", "100Mbit": "100mbit"}
 DELAYS_S = {"1ms": 0.001, "20ms": 0.020}
@@ -100,6 +114,7 @@ def _trained(job: workload.Job, layout: str) -> dict[str, Any] | None:
         rendezvous.shared_rounds = lambda *_: None
     divide = {
         "stages": evenstep.Stages("balanced:2:time"),
+        "slices": evenstep.Slices(),
         "owners": evenstep.Owners(),
     }.get(layout, ())
     model, kind = workload.make_network(job), workload.find_workload(job.network)
@@ -108,7 +123,7 @@ def _trained(job: workload.Job, layout: str) -> dict[str, Any] | None:
         model,
         workload.make_optimizer(job, model),
         objective=kind.objective,
-        devices=2 if layout in ("two", "stages") else 1,
+        devices=2 if layout in IN_ONE_PROCESS else 1,
         shards=job.shards,
         layout=evenstep.Layout(divide=divide),
     ) as trainer:
@@ -141,23 +156,26 @@ def _exchanged(method: str) -> dict[str, float] | None:
 
 
 @functools.cache
-def work_of(network: str, shards: int) -> Work:
+def work_of(network: str, shards: int, slices: int = 0) -> Work:
     """Measure one device."""
-    job = {**NETWORKS[network], "shards": shards, "memory_format": "preserve"}
+    job = {**NETWORKS[network], "shards": shards, "memory_format": "preserve", "slices": slices}
     found = fresh.run_module("evenstep.cli.planning.measuring", job)["work"]
     return Work(**{**found, "shard_s": tuple(found["shard_s"])})
 
 
 @functools.cache
-def slowdowns_of(network: str) -> tuple[float, float]:
-    """Measure how two threads, and two processes, that each train alone slow each other down."""
+def costs_of(network: str) -> tuple[float, float, float]:
+    """Measure how two threads, and two processes, that each train alone slow each other down.
+
+    The third figure is how long two threads take to meet.
+    """
     job = {**NETWORKS[network], "shards": 8, "memory_format": "preserve"}
     module = "evenstep.cli.planning.measuring"
     alone = fresh.run_module(module, {**job, "beside": 2})
     together = {**job, "begins_s": time.time() + _BEGIN_AFTER_S, "steps": 2 * job["steps"]}
     both = fresh.run_commands([fresh.command_of(module, together)] * 2)
     own_s, slowed_s = (statistics.median(one["work"]["shard_s"]) for one in (alone, both))
-    return alone["slowdown"][1], max(1.0, slowed_s / own_s)
+    return alone["slowdown"][1], max(1.0, slowed_s / own_s), alone["meeting_s"]
 
 
 @functools.cache
@@ -177,7 +195,7 @@ def machine_of(network: str) -> Machine:
     latency_s = by_network["small_s"] / 2  # a message is asked for, and sent
     sent_s = max(1e-6, by_network["large_s"] - 2 * by_network["small_s"])
     copied_s = max(1e-6, by_memory["large_s"] - by_memory["small_s"])
-    threads, processes = slowdowns_of(network)
+    threads, processes, meeting_s = costs_of(network)
     return Machine(
         devices=2,
         slowdown=(1.0, threads),
@@ -185,13 +203,14 @@ def machine_of(network: str) -> Machine:
         copied_bytes_per_s=3 * _FACTS_NBYTES / copied_s,  # in, added, and out
         local=Link(bytes_per_s=_FACTS_NBYTES / sent_s, latency_s=latency_s),
         shared_s=by_memory["small_s"],
+        meeting_s=meeting_s,
     )
 
 
-def predicted(network: str, shards: int, layout: str) -> float:
-    """Return the examples a second that are predicted for a case."""
+def predicted(network: str, work: Work, layout: str) -> Prediction:
+    """Return what is predicted for a case."""
     machine = machine_of(network)
-    processes = layout not in ("two", "slow", "stages")
+    processes = layout not in IN_ONE_PROCESS
     apart = layout in RATES or layout in DELAYS_S
     own_s = machine.local.latency_s  # what the processes add to the cable's delay
     fast = machine.local.bytes_per_s
@@ -207,33 +226,52 @@ def predicted(network: str, shards: int, layout: str) -> float:
         devices=2,
         per_machine=1 if apart else 2,
         per_process=1 if processes else 2,
-        divide={"stages": "stages", "owners": "owners"}.get(layout, "data"),  # type: ignore[arg-type]
+        divide=layout if layout in ("stages", "slices", "owners") else "data",  # type: ignore[arg-type]
         stages=2 if layout == "stages" else 1,
         sockets=layout == "sockets",
         speeds=(1.0, 1 / SLOWED) if layout == "slow" else (),
     )
-    return predict(work_of(network, shards), machine, arrangement).examples_per_s
+    return predict(work, machine, arrangement)
+
+
+@functools.cache
+def prediction_of(key: str) -> Mapping[str, float]:
+    """Return the prediction for a case, with its range, and the speed of one device."""
+    job = next(one.job for one in BENCHMARK.contenders if one.key == key)
+    work = work_of(job["case"], job["shards"], job.get("slices", 0))
+    found = predicted(job["case"], work, job["layout"])
+    whole = work_of(job["case"], job["shards"])  # the speed-up is over a model without slices
+    alone_s = whole.shards * whole.usual_s + whole.update_s + whole.rest_s
+    return {
+        "predicted": found.examples_per_s,
+        "least": found.least,
+        "most": found.most,
+        "alone": whole.examples / alone_s,
+    }
+
+
+def predict_round(contenders: Sequence[Contender]) -> Iterator[dict[str, Any]]:
+    """Measure this machine anew, and yield the predictions for a round."""
+    for measured in (work_of, costs_of, machine_of, prediction_of):
+        measured.cache_clear()
+    for one in contenders:
+        yield {"case": one.key, **prediction_of(one.key)}
 
 
 # ---- runs
 
 
 def run_case(contender: Contender) -> dict[str, Any]:
-    """Predict a case, and then run it."""
+    """Run a case that was predicted."""
     job = {**contender.job}
-    name = job.pop("case")
-    alone = work_of(name, job["shards"])
-    alone_s = alone.shards * alone.usual_s + alone.update_s + alone.rest_s
-    first = {
-        "predicted": predicted(name, job["shards"], job["layout"]),
-        "alone": alone.examples / alone_s,
-    }
-    return {**first, "measured": _run(contender, job)["examples_per_s"]}
+    del job["case"]
+    found = prediction_of(contender.key)
+    return {**found, "measured": _run(contender, job)["examples_per_s"]}
 
 
 def _run(contender: Contender, job: Mapping[str, Any]) -> dict[str, Any]:
     layout = job["layout"]
-    if layout in ("two", "slow", "stages"):
+    if layout in IN_ONE_PROCESS:
         return fresh.run_module(contender.module, job, folder=FOLDER)
     variables = {"OMP_NUM_THREADS": "1"}
     if layout in ("memory", "sockets", "owners"):
@@ -277,28 +315,39 @@ def _cable(layout: str) -> Iterator[tuple[Sequence[str], str]]:
 
 
 def tables(document: Mapping[str, Any]) -> dict[str, Table]:
-    """Return the table of all cases, and that of the errors."""
-    runs, rows, errors = document["runs"], [], []
+    """Return the table of all cases, and that of the errors: medians over rounds of the ratio."""
+    runs, rows, errors, rounds = document["runs"], [], [], set()
     for one in BENCHMARK.contenders:
         own = select(runs, case=one.key)
         if not own:
             continue
-        error = statistics.median(map(_error, own))
+        each = [*map(_error, own)]
+        error = statistics.median(each)
         errors.append(abs(error))
+        rounds.add(len(own))
         speeds = [number(statistics.median(column(own, f))) for f in ("predicted", "measured")]
         layout, shards = LAYOUTS[one.job["layout"]], str(one.job["shards"])
         gain = statistics.median(run["measured"] / run["alone"] for run in own)
-        rows.append([one.job["case"], layout, shards, *speeds, f"{error:+.1%}", f"{gain:.2f}"])
+        spread = f"{min(each):+.1%} to {max(each):+.1%}" if len(own) > 1 else "one round"
+        rows.append(
+            [one.job["case"], layout, shards, *speeds, f"{error:+.1%}", spread, f"{gain:.2f}"]
+        )
     errors.sort()
     found = {"median": errors[len(errors) // 2], "nine of ten": errors[int(0.9 * len(errors))]}
     summary = [
         [name, f"{found[name]:.1%}", *verdict([found[name]], at_most=most, spell="{:.0%}".format)]
         for name, most in TARGETS.items()
     ]
-    heads = ("network", "layout", "V", "predicted, examples/s", "measured", "error", "speed-up")
+    heads = ("network", "layout", "V", "predicted, examples/s", "measured")
+    heads += ("error", "of the rounds", "speed-up")
+    counts = " to ".join(map(str, sorted({min(rounds), max(rounds)})))
+    each_of = f"{counts} round{'s' * (max(rounds) > 1)} each"
     return {
         "cases": Table(heads, rows, 2),
-        "errors": Table((f"error of {len(errors)} cases", "", "target", "verdict"), summary),
+        "errors": Table(
+            (f"error of {len(errors)} cases, {each_of}", "", "target", "verdict"),
+            summary,
+        ),
     }
 
 
@@ -309,6 +358,8 @@ def _error(run: Run) -> float:
 def _case(layout: str, network: str, shards: int) -> Contender:
     key = f"{layout}.{network}.v{shards}"
     job = {**NETWORKS[network], "case": network, "layout": layout, "shards": shards}
+    if layout == "slices":
+        job["slices"] = 2
     return script("planned", key, job, names={"case": key})
 
 
@@ -321,6 +372,7 @@ BENCHMARK = Benchmark(
         for network, all_shards in networks.items()
         for shards in all_shards
     ],
+    predict=predict_round,
     measure=run_case,
     tables=tables,
     rounds=1,

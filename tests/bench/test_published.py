@@ -11,17 +11,28 @@ import scale
 
 
 def test_every_published_row_is_predicted():
-    assert len(published.errors()) == len(published.table().rows) == 18
-    assert all(one["url"].startswith("https://") for one, _ in published.predictions())
+    found = published.all_rows()
+    assert len(found) == len(published.table().rows) == 18
+    assert all(one["url"].startswith("https://") for one, *_ in found)
+
+
+def test_every_number_has_a_source_or_is_assumed():
+    for one in published.tables_published():
+        assert one["told"].keys() == published.tables_published()[0]["told"].keys()
+        for _, source in one["told"].values():
+            assert source in ("page", "one machine") or any(
+                part in source for part in ("assumed", "page", "](https://")
+            )
+    rows = published.sources().rows
+    assert sum(len(row[1].split(", ")) for row in rows) == 7 * 6 - 2  # two have no network
 
 
 def test_no_prediction_is_more_than_linear():
-    for one, rows in published.predictions():
+    for one, devices, predicted, _ in published.all_rows():
         first, *_ = one["published"]
-        for devices, predicted, _ in rows:
-            each = "GPU" in one["unit"]
-            linear = one["published"][first] * (1 if each else devices / int(first))
-            assert predicted <= linear * (1 + 1e-9)
+        each = "GPU" in one["unit"]
+        linear = one["published"][first] * (1 if each else devices / int(first))
+        assert predicted <= linear * (1 + 1e-9)
 
 
 def test_the_median_error_is_small_and_the_worst_are_too_high():
@@ -32,9 +43,13 @@ def test_the_median_error_is_small_and_the_worst_are_too_high():
 
 
 def test_a_hundredth_of_the_network_is_slower():
-    one, usual = next(pair for pair in published.predictions() if pair[0]["exchange"] == "sharded")
-    slow = published.rows({**one, "network_gbit_s": one["network_gbit_s"] / 100})
-    assert max(row[1] for row in slow) < 0.5 * max(row[1] for row in usual)
+    one = next(
+        t for t in published.tables_published() if published.told(t)["exchange"] == "sharded"
+    )
+    rate = published.told(one)["network_gbit_s"]
+    slow = {**one, "told": {**one["told"], "network_gbit_s": [rate / 100, "assumed"]}}
+    usual, slowed = (max(row[1] for row in published.rows(table)) for table in (one, slow))
+    assert slowed < 0.5 * usual
 
 
 @pytest.mark.parametrize("step_s", scale.STEPS_S)

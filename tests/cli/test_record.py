@@ -11,7 +11,7 @@ from evenstep.cli.training.record import TrainRecord
 KEYS = [
     *("model", "data", "devices", "shards", "batch_size", "epochs", "steps", "seed"),
     *("train_loss", "test_accuracy", "seconds_per_epoch", "examples_per_second"),
-    *("fingerprint", "fingerprint_2", "within_rounding", "facts"),
+    *("fingerprint", "fingerprint_2", "within_rounding", "facts", "processes", "machines"),
 ]
 
 numbers = st.floats(allow_nan=False, allow_infinity=False)

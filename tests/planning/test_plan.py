@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import time
 
 import pytest
@@ -12,6 +13,7 @@ import evenstep
 from evenstep.errors import InputError
 from evenstep.planning import Arrangement, Link, Machine, Work, parse_network, predict
 from evenstep.planning.prediction import BOUND, PARTS
+from traces import HandTrace
 
 MB = 10**6
 
@@ -36,6 +38,11 @@ BINDING = {
     "bubbles": (work(), Machine(), one_process(4, divide="stages", stages=4)),
     "stragglers": (work(shard_s=(0.01,) * 7 + (0.2,)), Machine(), Arrangement(devices=8)),
     "loader": (work(load_s=1.0), Machine(), one_process(4, in_flight=2)),
+    "slices": (
+        work(slices=4, sliced_s=0.004, meetings=7),
+        Machine(meeting_s=1e-4),
+        one_process(2, divide="slices"),
+    ),
     "update": (work(update_s=1.0), Machine(), one_process(4)),
     "compute": (work(), Machine(), one_process(4)),
 }
@@ -79,6 +86,48 @@ def test_what_was_not_measured_is_said_and_widens_the_range():
     assert unknown.most / unknown.least > known.most / known.least
     gpu = predict(work(device="cuda"), Machine(), Arrangement(devices=2))
     assert any("cuda" in text for text in gpu.unseen)
+
+
+def test_shards_that_vary_widen_the_range():
+    """Without a layout to be wrong about, only the measured spread is left."""
+    steady = predict(work(), Machine(), Arrangement())
+    assert steady.least == steady.examples_per_s == steady.most
+    varying = predict(work(shard_s=(0.01, 0.01, 0.03)), Machine(), Arrangement())
+    assert varying.least < varying.examples_per_s < varying.most
+
+
+def test_slices_say_what_they_gain_and_what_nobody_measured():
+    own = work(slices=4, sliced_s=0.006, meetings=10, gradient_nbytes=MB, activation_nbytes=8 * MB)
+    found = predict(own, Machine(meeting_s=1e-5), one_process(3, divide="slices"))
+    # 1 / (0.4 + 0.6 * 2 / 4)
+    assert found.reasons[0] == (
+        "S = 4 on 3 devices of a process, 60% of a shard in slices: at most 1.43 times"
+    )
+    assert found.reasons[1] == "the devices meet 80 times in a step: 0.8 ms"
+    assert found.memory_nbytes == (3 * MB + 8 * MB) / 3 // 1 + 1  # they share one shard
+    unknown = predict(own, Machine(), one_process(3, divide="slices"))
+    assert any("how long devices take to meet" in text for text in unknown.unseen)
+
+
+def test_a_slow_start_is_said_where_it_counts():
+    """Of 10 segments a round trip of 40 ms, 8 doublings to the 5 MB that fit into it."""
+    far = Machine(network=Link(bytes_per_s=1e9 / 8, latency_s=0.020))
+    slow = predict(work(shard_s=(0.1,), gradient_nbytes=50 * MB), far, Arrangement(devices=2))
+    expected_ms = 40 * math.log2(125e6 * 0.040 / 14_600)
+    assert any(f"up to {expected_ms:.3g} ms of a step" in text for text in slow.unseen)
+    for shard_s, latency_s in ((0.01, 0.020), (0.1, 10e-6)):  # no pause; no distance
+        near = Machine(network=Link(bytes_per_s=1e9 / 8, latency_s=latency_s))
+        one = work(shard_s=(shard_s,), gradient_nbytes=50 * MB)
+        found = predict(one, near, Arrangement(devices=2))
+        assert not any("TCP" in text for text in found.unseen)
+
+
+def test_a_stage_holds_at_most_a_whole_shard():
+    """Stage s of S holds S - s shards of its part of the network: stage 0 most, S of 1/S."""
+    own = work(activation_nbytes=40 * MB, gradient_nbytes=8 * MB)
+    gpus = Machine(has_own_memory=True)
+    found = predict(own, gpus, one_process(4, divide="stages", stages=4))
+    assert found.memory_nbytes == (2 + 2 + 2 + 40) * MB  # values, their sum, a shard's, and 4 / 4
 
 
 def test_more_devices_pay_until_the_network_is_full():
@@ -159,7 +208,11 @@ def test_absurd_networks_are_refused(text):
         ({"devices": (2,)}, "no network between them"),
         ({"devices": (1,), "shards": 65}, "at most one shard for"),
         ({"devices": (3,), "divide": "stages", "stages": 2, "per_machine": 4}, "a multiple of 2"),
-        ({"devices": (4,), "divide": "slices", "per_machine": 2, "network": "1Gbit"}, "slices"),
+        ({"devices": (4,), "divide": "slices", "per_machine": 4}, "no layer of the work is cut"),
+        (
+            {"devices": (4,), "divide": "slices", "per_machine": 4, "in_flight": 2},
+            "slices and 2 steps in flight",
+        ),
         ({"devices": (2,), "per_machine": 2, "per_process": 0, "in_flight": 0}, "no device"),
         ({"devices": (2,), "per_machine": 2, "speeds": (1.0,)}, "give each device one"),
         (
@@ -177,6 +230,20 @@ def test_absurd_networks_are_refused(text):
 def test_what_cannot_be_planned_is_refused(arguments, message):
     with pytest.raises(InputError, match=message):
         evenstep.plan(work(), **arguments)
+
+
+def test_a_plan_starts_from_one_step(tmp_path):
+    trace = HandTrace("cpu:0")
+    for _ in range(4):
+        trace.add([10.0, 10.0], update=4.0)
+    trace.trace.facts["training"] = {"examples": 8, "gradient_nbytes": 100}
+    trace.trace.save(tmp_path / "one.trace")
+    found = evenstep.plan(trace=tmp_path / "one.trace", devices=(2,), per_machine=2)
+    assert found.predictions[0].step_s == pytest.approx(0.014)
+    assert any("which a trace does not hold" in text for text in found.unseen)
+    for both in ({}, {"work": work(), "trace": tmp_path / "one.trace"}):
+        with pytest.raises(InputError, match="either work= or trace="):
+            evenstep.plan(**both)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from evenstep.planning.described import BUCKET_NBYTES
 from evenstep.planning.formulas import (
     best_interval_s,
     bubble,
+    most_sliced,
     most_speed_up,
     partial_sums,
     ring_nbytes,
@@ -57,6 +58,39 @@ def test_a_pipeline_has_the_bubble_of_the_formula(stages, shards):
     found = simulate(one_sided, Machine(), Arrangement(**layout), random.Random(0))
     idle = 1 - sum(found.busy_s) / (stages * found.seconds)
     assert idle == pytest.approx(bubble(shards, stages))
+
+
+def test_the_formulas_by_hand():
+    assert most_speed_up(8, 3) == pytest.approx(2.67, abs=0.004)  # 3, 3 and 2 shards
+    assert most_speed_up(8, 4) == 4
+    assert most_speed_up(8, 5) == most_speed_up(8, 7) == 4
+    assert ring_nbytes(12, 4) == 18  # three quarters are sent to their owners, and three back
+    assert ring_nbytes(12, 1) == 0
+    assert bubble(8, 4) == pytest.approx(3 / 11)
+    assert bubble(5, 1) == 0
+    assert most_sliced(0.5, 4, 2) == pytest.approx(1 / 0.75)
+    assert most_sliced(1.0, 4, 3) == 2  # 2, 1 and 1 slices
+    assert [partial_sums(0, 3, 8), partial_sums(3, 6, 8), partial_sums(6, 8, 8)] == [2, 2, 1]
+    assert best_interval_s(30, 18_000) == pytest.approx(1039.23, abs=0.01)
+    assert useful_share(100, 0, 10, 1000) == pytest.approx(0.94)
+
+
+@given(st.integers(1, 5), st.integers(1, 12))
+def test_each_stage_holds_one_shard_less_than_the_one_before_it(stages, shards):
+    layout = in_one_process(stages, divide="stages", stages=stages)
+    found = simulate(work(shards=shards), Machine(), Arrangement(**layout), random.Random(0))
+    assert found.held == tuple(min(shards, stages - stage) for stage in range(stages))
+
+
+@pytest.mark.parametrize("processes", [2, 3, 8])
+def test_owners_send_as_many_bytes_as_a_ring(processes):
+    """Gradients to their owners, n (p - 1) / p, and as many bytes of new values to the others."""
+    nbytes, rate = 3 * MB, 10 * MB
+    own = work(shards=processes, gradient_nbytes=nbytes)
+    machine = Machine(network=Link(bytes_per_s=rate))
+    found = seconds(own, machine, devices=processes, divide="owners")
+    sent_s = (nbytes + nbytes) * (processes - 1) / processes / rate
+    assert found == pytest.approx(SHARD_S + sent_s)
 
 
 @given(st.integers(2, 12), st.integers(1, 80))
@@ -157,8 +191,42 @@ def test_shared_memory_needs_no_network():
     assert seconds(work(gradient_nbytes=MB), slow, **sockets) > MB
 
 
-def test_slices_divide_each_shard():
-    assert seconds(work(), **in_one_process(4, divide="slices")) == pytest.approx(2 * SHARD_S)
+@given(st.floats(0, 1), st.integers(1, 12), st.integers(1, 12))
+def test_slices_gain_what_the_formula_allows(share, slices, devices):
+    own = work(slices=slices, sliced_s=share * SHARD_S)
+    found = seconds(own, **in_one_process(devices, divide="slices"))
+    # the longest run of S slices on D devices, by hand: 5 slices on 3 devices are 2, 2 and 1
+    longest = len(range(slices)[::devices])
+    assert found == pytest.approx(8 * SHARD_S * (1 - share + share * longest / slices))
+    assert 8 * SHARD_S / found == pytest.approx(most_sliced(share, slices, devices))
+
+
+def test_devices_that_compute_slices_meet_in_each_layer():
+    machine = Machine(meeting_s=0.002, slowdown=(1.0, 1.5))
+    own = work(slices=2, sliced_s=0.6 * SHARD_S, meetings=10)
+    found = simulate(
+        own, machine, Arrangement(**in_one_process(2, divide="slices")), random.Random(0)
+    )
+    outside_s, inside_s = 0.4 * SHARD_S + 10 * 0.002, 0.3 * SHARD_S * 1.5
+    assert found.seconds == pytest.approx(8 * (outside_s + inside_s))
+    assert found.busy_s == pytest.approx((8 * (outside_s + inside_s), 8 * inside_s))
+    alone = seconds(own, machine, **in_one_process(1, divide="slices"))
+    assert alone == pytest.approx(8 * SHARD_S)  # no meeting
+
+
+def test_processes_that_compute_slices_add_up_as_others_do():
+    own = work(slices=2, sliced_s=SHARD_S, gradient_nbytes=3 * MB)
+    layout = {"devices": 4, "per_machine": 2, "per_process": 2, "divide": "slices"}
+    link = Link(bytes_per_s=10 * MB)
+    found = seconds(own, Machine(network=link), **layout)
+    sent_s = ring_nbytes(3 * MB, 2) / link.bytes_per_s
+    assert found == pytest.approx(4 * SHARD_S / 2 + sent_s)
+
+
+def test_each_process_loads_its_part_of_a_batch():
+    own = work(load_s=4.0)
+    assert seconds(own, devices=4) == pytest.approx(2 * SHARD_S + 1.0)
+    assert seconds(own, **in_one_process(4)) == pytest.approx(2 * SHARD_S + 4.0)
 
 
 @settings(max_examples=60, deadline=None)

@@ -42,9 +42,9 @@ class Record:
         self.document = {**earlier, "runs": [*earlier["runs"]]}
         note_later(self.document, facts)
 
-    def add(self, run: Mapping[str, Any]) -> None:
-        """Add a run and write the file, so that a failure later loses nothing."""
-        self.document["runs"].append(run)
+    def add(self, run: Mapping[str, Any], to: str = "runs") -> None:
+        """Add a run, or what `to` says, and write the file, so that a failure loses nothing."""
+        self.document[to] = [*self.document.get(to, ()), run]
         if self._out is not None:
             write(self._out, self.document)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,15 +94,19 @@ def run_rounds(
     record: Record,
     on_run: Callable[[Run], object] = lambda run: None,
     measure: Callable[[Contender], Mapping[str, Any]] = measure,
+    predict: Callable[[Sequence[Contender]], Iterable[Run]] = lambda contenders: (),
 ) -> None:
     """Measure each contender once in each round, and record every run.
 
-    Rounds count from those that the record has. `on_run` is called with each run.
+    Rounds count from those that the record has. `on_run` is called with each run. What `predict`
+    returns for the contenders of a round is recorded before the first of them runs.
 
     Raises:
         RunFailedError: a contender failed twice in a row.
     """
     for number in range(record.rounds, record.rounds + rounds):
+        for prediction in predict(contenders):
+            record.add({"round": number, **prediction}, to="predictions")
         for contender in rotated(contenders, number):
             run = {"round": number, **contender.marks, **measure(contender)}
             record.add(run)

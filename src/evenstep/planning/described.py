@@ -37,7 +37,11 @@ class Work:
         activation_nbytes: what one shard keeps for its backward pass; None if it is not known.
         cut_nbytes: the activations of a shard that pass from a stage to the next.
         forward_share: the share of a shard's seconds in its forward pass.
+        slices: S, into how many slices layers are cut; 0 if none is.
+        sliced_s: the seconds of a shard in which slices are computed.
+        meetings: how often the devices that compute slices of a shard wait for each other.
         device: the kind of device that was measured, "cpu" or a kind of GPU.
+        lacks: what nobody measured of it, in words.
     """
 
     name: str
@@ -53,10 +57,15 @@ class Work:
     activation_nbytes: int | None = None
     cut_nbytes: int = 0
     forward_share: float = 1 / 3
+    slices: int = 0
+    sliced_s: float = 0.0
+    meetings: int = 0
     device: str = "cpu"
+    lacks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         times = (*self.shard_s, self.fixed_s, self.update_s, self.rest_s, self.load_s)
+        times += (self.sliced_s,)
         if not self.shard_s or self.examples < 1 or self.shards < 1:
             raise InputError(
                 f"got {len(self.shard_s)} times of shards, {self.examples} examples and "
@@ -89,6 +98,7 @@ class Work:
             shard_s=tuple(max(0.0, one - fixed_s) * ratio + fixed_s for one in self.shard_s),
             activation_nbytes=None if held is None else math.ceil(held * ratio),
             cut_nbytes=math.ceil(self.cut_nbytes * ratio),
+            sliced_s=self.sliced_s * ratio,
         )
 
 
@@ -135,6 +145,7 @@ class Machine:
         local: what connects processes of one machine, or devices with memory of their own.
         network: what connects machines.
         shared_s: how long processes of one machine take to meet in shared memory.
+        meeting_s: how long a device takes to let another compute slices, and to get them back.
         step_spread: the standard deviation of a device's speed from step to step, over its mean,
             beside the spread of the measured shards.
     """
@@ -148,6 +159,7 @@ class Machine:
     local: Link = Link()
     network: Link = Link()
     shared_s: float = 0.0
+    meeting_s: float = 0.0
     step_spread: float = 0.0
 
     def slowed(self, busy: int, *, by_threads: bool) -> float:
@@ -198,10 +210,10 @@ class Arrangement:
                 f"got {self.stages} stages and {self.per_process} devices of a process: the stages "
                 f"of a network lie on devices of one process, so give a multiple of {self.stages}"
             )
-        if self.divide == "slices" and self.devices > self.per_process:
+        if self.divide == "slices" and self.in_flight > 1:
             raise InputError(
-                f"got slices on {self.devices} devices, {self.per_process} of them in a process: "
-                f"only devices of one process compute slices together"
+                f"got slices and {self.in_flight} steps in flight: devices that compute slices "
+                f"together have one step in flight"
             )
         if self.speeds and (len(self.speeds) != self.devices or min(self.speeds) <= 0):
             raise InputError(

@@ -28,6 +28,16 @@ def bubble(shards: int, stages: int) -> float:
     return (stages - 1) / (shards + stages - 1)
 
 
+def most_sliced(share: float, slices: int, devices: int) -> float:
+    """Return the most that D equal devices gain with S equal slices of each layer.
+
+    A part of the time, `share`, is in slices, of which a device computes ceil(S / D). The rest is
+    computed by one device (Amdahl, "Validity of the Single Processor Approach to Achieving Large
+    Scale Computing Capabilities", 1967).
+    """
+    return 1 / (1 - share + share * math.ceil(slices / devices) / slices)
+
+
 def partial_sums(first: int, end: int, shards: int) -> int:
     """Return how many partial sums a process with shards [first, end) of V sends.
 

@@ -6,12 +6,14 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from evenstep.errors import InputError, shown
 from evenstep.limits import MOST_SHARDS
 from evenstep.planning.described import Arrangement, Divide, Link, Machine, Work
 from evenstep.planning.prediction import Prediction, predict, usual_s
+from evenstep.planning.traced import work_of_trace
 
 MOST_PLANNED = 100_000
 """The largest number of devices in a plan."""
@@ -49,7 +51,8 @@ class Plan:
     @property
     def unseen(self) -> tuple[str, ...]:
         """What any of the predictions rests on that was not measured."""
-        return tuple(dict.fromkeys(text for one in self.predictions for text in one.unseen))
+        found = (text for one in self.predictions for text in one.unseen)
+        return tuple(dict.fromkeys((*found, *self.work.lacks)))
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as a JSON object."""
@@ -59,8 +62,9 @@ class Plan:
 
 
 def plan(
-    work: Work,
+    work: Work | None = None,
     *,
+    trace: str | Path | None = None,
     devices: Iterable[int] = (1, 2, 4, 8, 16),
     machine: Machine | None = None,
     network: str | Link | None = None,
@@ -74,12 +78,12 @@ def plan(
 ) -> Plan:
     """Predict what more devices would bring, from a step that was measured on one.
 
-        work = evenstep.planning.work_of_trace("run.trace")
-        plan = evenstep.plan(work, devices=(1, 2, 4), network="10Gbit,50us")
+        plan = evenstep.plan(trace="run.trace", devices=(1, 2, 4), network="10Gbit,50us")
         print(plan.predictions[-1].efficiency, plan.predictions[-1].reasons)
 
     Args:
-        work: the step.
+        work: the step; None for that of a trace.
+        trace: what `evenstep train --devices 1 --trace FILE` wrote (see `work_of_trace`).
         devices: numbers of devices.
         machine: what was measured of the machine; None for one device in each, which nothing
             slows down.
@@ -96,6 +100,11 @@ def plan(
     Raises:
         InputError: an argument can't be used.
     """
+    if (work is None) == (trace is None):
+        raise InputError("a plan starts from one step: give either work= or trace=")
+    if work is None:
+        assert trace is not None
+        work = work_of_trace(trace)
     counts = sorted({*devices})
     if not counts or not all(isinstance(n, int) and 0 < n <= MOST_PLANNED for n in counts):
         raise InputError(f"got devices={counts!r:.60}: give numbers from 1 to {MOST_PLANNED:,}")

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterator
 
 from evenstep.planning.described import Arrangement, Link, Machine, Work
-from evenstep.planning.formulas import bubble, most_speed_up, partial_sums
+from evenstep.planning.formulas import bubble, most_sliced, most_speed_up, partial_sums
 from evenstep.planning.simulation import StepTimes, divided, simulate
 
 PARTS = ("compute", "wait", "exchange", "end")
@@ -21,6 +21,7 @@ BOUND = {
     "network": "the exchange of gradients",
     "V": "the shards don't divide evenly among the devices",
     "bubbles": "stages wait for each other",
+    "slices": "what is outside of slices, uneven slices, and the meetings in each layer",
     "stragglers": "shards and devices vary, and the slowest is waited for",
     "loader": "batches are made slower than they are trained on",
     "update": "the update, which is made once for all devices",
@@ -31,6 +32,8 @@ _MOST_EVENTS = 10_000  # roughly, of all steps that are simulated for one figure
 _FEWEST_STEPS, _MOST_STEPS = 3, 24
 _MARGIN, _UNSEEN_MARGIN = 0.04, 0.08  # of the speed: the model's own, and for each thing unseen
 _SLIGHT = 0.02  # a gain that does not count
+_PAUSE_S = 0.2  # the least time after which TCP forgets its window (Linux)
+_FIRST_WINDOW_NBYTES = 10 * 1460
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,7 +76,7 @@ def predict(work: Work, machine: Machine, arrangement: Arrangement, *, seed: int
     seconds = sorted(one.seconds for one in times)
     step_s = statistics.median(seconds)
     alone_s = usual_s(work, machine, Arrangement(), seed=seed)
-    unseen = tuple(_unseen(work, machine, arrangement))
+    unseen = tuple(_unseen(work, machine, arrangement, step_s))
     margin = (_MARGIN + _UNSEEN_MARGIN * len(unseen)) * (arrangement.devices > 1)
     spread = statistics.stdev(seconds) / step_s / math.sqrt(len(seconds))
     off = math.hypot(margin, 2 * spread)
@@ -119,6 +122,8 @@ def memory_of(work: Work, machine: Machine, arrangement: Arrangement) -> int:
     buffers = values if processes > 1 and arrangement.divide != "owners" else 0.0
     own = values  # the gradients of the shard that it computes
     active = float(work.activation_nbytes or 0)
+    if arrangement.divide == "slices":  # all devices of a process compute one shard
+        own, active = own / sharing, active / sharing
     if arrangement.divide == "stages":  # stage 0 holds S shards of its part of the network
         own = values / arrangement.stages
         if machine.has_own_memory:
@@ -162,7 +167,11 @@ def _without(
     yield "update", (change(work, update_s=0.0, rest_s=0.0), machine, arrangement)
     if arrangement.divide == "stages":
         yield "bubbles", (_cut_finely(work, 64 * arrangement.devices), machine, arrangement)
-    elif arrangement.divide != "slices":
+    elif arrangement.divide == "slices":
+        count = 64 * len(arrangement.processes[0])
+        ideal = change(work, sliced_s=work.usual_s, slices=count, meetings=0)
+        yield "slices", (ideal, machine, arrangement)
+    else:
         even = arrangement.devices * math.ceil(work.shards / arrangement.devices)
         yield "V", (_cut_finely(work, even), machine, arrangement)
 
@@ -194,7 +203,9 @@ def _reasons(
             f"V = {shards} in {arrangement.stages} stages: the devices are idle for at least "
             f"{idle:.0%} of the time"
         )
-    elif arrangement.divide != "slices" and not arrangement.speeds:
+    elif arrangement.divide == "slices":
+        yield from _reasons_of_slices(work, machine, len(arrangement.processes[0]))
+    elif not arrangement.speeds:
         most = most_speed_up(shards, devices)
         if devices > shards:
             yield f"V = {shards} on {devices} devices: {devices - shards} get no work"
@@ -222,12 +233,24 @@ def _reasons(
             rounds = 2 if work.gradient_nbytes * (processes - 1) <= 64 << 10 else 4
             late_ms = rounds * machine.network.latency_s * 1e3
             yield f"a step waits for {rounds} latencies of the network: {late_ms:,.3g} ms"
-    if arrangement.divide == "slices":
-        yield "slices: the devices meet in each layer, which is not counted here"
     yield f"what binds: {BOUND[binds]}"
 
 
-def _unseen(work: Work, machine: Machine, arrangement: Arrangement) -> Iterator[str]:
+def _reasons_of_slices(work: Work, machine: Machine, devices: int) -> Iterator[str]:
+    share = min(1.0, work.sliced_s / work.usual_s)
+    most = most_sliced(share, work.slices, devices)
+    yield (
+        f"S = {work.slices} on {devices} devices of a process, {share:.0%} of a shard in slices: "
+        f"at most {most:.2f} times"
+    )
+    meetings = work.meetings * work.shards
+    yield (
+        f"the devices meet {meetings:,} times in a step: {meetings * machine.meeting_s * 1e3:,.3g} "
+        f"ms"
+    )
+
+
+def _unseen(work: Work, machine: Machine, arrangement: Arrangement, step_s: float) -> Iterator[str]:
     """Yield what the prediction rests on that was not measured."""
     inside = min(arrangement.devices, arrangement.per_machine)
     seen = len(machine.slowdown if arrangement.per_process > 1 else machine.process_slowdown)
@@ -241,5 +264,26 @@ def _unseen(work: Work, machine: Machine, arrangement: Arrangement) -> Iterator[
         yield "several machines: the network is as it was given, and free of other traffic"
     if work.device != "cpu" and arrangement.devices > 1:
         yield f"several devices of the kind {work.device}: one was measured"
-    if arrangement.divide == "slices":
-        yield "the meetings of devices in each layer"
+    if arrangement.divide == "slices" and arrangement.per_process > 1:
+        if not machine.meeting_s:
+            yield "how long devices take to meet in each layer: not measured"
+        if machine.has_own_memory:
+            yield "what devices with memory of their own send each other in each layer"
+    if (slow_s := _slow_start_s(work, machine, arrangement)) > 0.01 * step_s:
+        yield (
+            f"TCP begins slowly after a pause, such as a backward pass of more than "
+            f"{_PAUSE_S} s: up to {slow_s * 1e3:,.3g} ms of a step"
+        )
+
+
+def _slow_start_s(work: Work, machine: Machine, arrangement: Arrangement) -> float:
+    """Return how long TCP takes after a pause until it sends at the rate of the network.
+
+    Its window begins with 10 segments again (RFC 6928, RFC 5681) and doubles in each round trip.
+    """
+    network = machine.network
+    computing_s = work.usual_s * work.shards / arrangement.devices
+    if arrangement.machines == 1 or computing_s < _PAUSE_S or not work.gradient_nbytes:
+        return 0.0
+    needed = min(2 * network.latency_s * network.bytes_per_s, work.gradient_nbytes)
+    return 2 * network.latency_s * max(0.0, math.log2(needed / _FIRST_WINDOW_NBYTES))

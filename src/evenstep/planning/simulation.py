@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
+from evenstep.errors import InputError
 from evenstep.planning.described import Arrangement, Machine, Work
 from evenstep.planning.events import Events
 from evenstep.planning.exchanging import Reduction
@@ -24,6 +25,8 @@ class StepTimes:
         computed_s: when the last device had computed its last shard.
         exchanged_s: the seconds after that until the gradients were added up.
         ended_s: the seconds of the update and the rest, and of loading that nothing hides.
+        held: for each device with a stage, the most shards that it held at a time; empty without
+            stages.
     """
 
     seconds: float
@@ -31,6 +34,7 @@ class StepTimes:
     computed_s: float
     exchanged_s: float
     ended_s: float
+    held: tuple[int, ...] = ()
 
 
 def simulate(
@@ -45,13 +49,15 @@ def simulate(
     update_s = 0.0 if is_owned else work.update_s
     ended_s = work.rest_s + update_s
     within_s = computed_s + exchanged_s + ended_s
-    visible_s = max(0.0, work.load_s - within_s) if arrangement.in_flight > 1 else work.load_s
+    load_s = work.load_s * step.largest_part
+    visible_s = max(0.0, load_s - within_s) if arrangement.in_flight > 1 else load_s
     return StepTimes(
         seconds=within_s + visible_s,
         busy_s=tuple(step.busy_s),
         computed_s=computed_s,
         exchanged_s=exchanged_s,
         ended_s=ended_s + visible_s,
+        held=tuple(most for replica in step.pipelines for most in replica.most_held),
     )
 
 
@@ -62,6 +68,8 @@ class _Step:
         self, work: Work, machine: Machine, arrangement: Arrangement, generator: random.Random
     ) -> None:
         self._work, self._machine, self._arrangement = work, machine, arrangement
+        if arrangement.divide == "slices" and not work.slices:
+            raise InputError("no layer of the work is cut into slices: measure it with --slices S")
         self._random = generator
         self._events = Events()
         self._processes = arrangement.processes
@@ -76,6 +84,7 @@ class _Step:
         self._ends_s = [0.0] * arrangement.devices  # of the shard that a device computes
         self._working = [0] * arrangement.machines
         self.added_up_s = 0.0
+        self.pipelines: list[_Pipeline] = []
         self._reduction: Reduction | None = None
         runs = divided(work.shards, [self._speed_of(own) for own in self._processes])
         if len(self._processes) > 1:
@@ -92,6 +101,7 @@ class _Step:
         self._begun = [0] * len(runs)
         self._bucket_s: list[list[float]] = [[] for _ in runs]
         self._counts = [len(run) for run in runs]
+        self.largest_part = max(self._counts) / work.shards  # of a batch, that a process loads
 
     def _speed_of(self, devices: range) -> float:
         return sum(self._arrangement.speed(device) for device in devices)
@@ -196,17 +206,48 @@ class _Step:
                 self._reduction.write(process, bucket)
         self._reduction.report(process)
 
-    # ---- by slices: all devices compute one shard after another
+    # ---- by slices: the devices of a process compute one shard after another
 
     def _run_slices(self) -> None:
-        count = self._arrangement.devices
-        slowed = self._machine.slowed(count, by_threads=True)
-        speed = self._speed_of(range(count))
-        for _ in range(self._work.shards):
-            took_s = self._random.choice(self._work.shard_s) * slowed / speed
-            for device in range(count):
-                self.busy_s[device] += took_s
-                self.free_s[device] += took_s
+        for own in self._processes:
+            self._working[self._arrangement.machine_of(own[0])] += len(own)
+        for process in range(len(self._processes)):
+            if self._counts[process]:
+                self._events.at(0.0, partial(self._next_sliced, process))
+            else:
+                self._end_process(process)
+
+    def _next_sliced(self, process: int) -> None:
+        """Let the devices of a process compute their next shard, or end if there is none."""
+        if not self._left[process]:
+            self._end_process(process)
+            return
+        own, now_s = self._processes[process], self._events.now_s
+        rest_s, sliced_s = self._sliced_s(own)
+        took_s = rest_s + max(sliced_s)
+        for device, busy_s in zip(own, sliced_s, strict=True):
+            self.busy_s[device] += busy_s + (rest_s if device == own[0] else 0.0)
+            self.free_s[device] = now_s + took_s
+        self._left[process] -= 1
+        self._begun[process] += 1
+        self._stream(process, now_s, took_s)
+        self._events.at(now_s + took_s, partial(self._next_sliced, process))
+
+    def _sliced_s(self, own: range) -> tuple[float, list[float]]:
+        """Return a shard's seconds outside of slices, and those of each device in its slices."""
+        work, machine = self._work, self._machine
+        measured_s = self._random.choice(work.shard_s)
+        share = min(1.0, work.sliced_s / work.usual_s)
+        paces = [self._luck[device] / self._arrangement.speed(device) for device in own]
+        busy = self._working[self._arrangement.machine_of(own[0])]
+        slowed = machine.slowed(busy, by_threads=len(own) > 1)
+        counts = [len(run) for run in divided(work.slices, [1.0] * len(own))]
+        sliced_s = [
+            share * measured_s * count / work.slices * slowed * pace
+            for count, pace in zip(counts, paces, strict=True)
+        ]
+        meetings_s = work.meetings * machine.meeting_s if len(own) > 1 else 0.0
+        return (1 - share) * measured_s * paces[0] + meetings_s, sliced_s
 
     # ---- by stages: one forward, one backward
 
@@ -217,7 +258,9 @@ class _Step:
             runs = divided(self._counts[process], [1.0] * len(replicas))
             self._working[self._arrangement.machine_of(devices[0])] += len(devices)
             for replica, run in zip(replicas, runs, strict=True):
-                _Pipeline(self, process, replica, len(run)).begin()
+                self.pipelines.append(_Pipeline(self, process, replica, len(run)))
+        for one in self.pipelines:
+            one.begin()
 
     def end_stages(self, process: int, count: int) -> None:
         """Note that a replica has computed all its shards; then a process sends its gradients."""
@@ -254,6 +297,7 @@ class _Pipeline:
         self._forward = [shards] + [0] * (count - 1)  # that a stage may compute forward now
         self._backward = [0] * count
         self._held = [0] * count
+        self.most_held = [0] * count
         self._is_busy = [False] * count
         self._done = 0
 
@@ -278,6 +322,7 @@ class _Pipeline:
         else:
             self._forward[stage] -= 1
             self._held[stage] += 1
+            self.most_held[stage] = max(self.most_held[stage], self._held[stage])
 
         def end(sent_s: float) -> None:
             self._is_busy[stage] = False

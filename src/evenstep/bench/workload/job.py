@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from evenstep.bench.workload.kinds import find_workload
 from evenstep.data import digits, fashion_mnist
+from evenstep.nn import slice_
 
 BATCHES = 4  # number of different batches, used in turn
 
@@ -40,6 +41,7 @@ class Job:
     max_in_flight: int = 1  # number of steps in flight; evenstep only
     hybridize: bool = False  # whether shards are compiled; evenstep only
     batch_norm: Any = "shard"  # "shard" or "sync"; evenstep only
+    slices: int = 0  # number of slices of each layer; 0 for whole layers; evenstep only
     loads: bool = False  # whether a loader makes the batches during training; evenstep only
     warmup_steps: int  # number of steps before the timed ones
     steps: int  # number of timed steps
@@ -63,6 +65,8 @@ def make_network(job: Job, *, in_format: bool = False) -> nn.Module:
     """
     torch.manual_seed(0)
     model = find_workload(job.network).make_network().train()
+    if job.slices:
+        slice_(model, job.slices)
     if in_format:
         model.to(memory_format=job.torch_format)  # type: ignore[call-overload]
     return model

@@ -68,6 +68,11 @@ class PlanOptions(OptionTable):
     )
     owners: bool = _of_layout(False, "Divide the optimizer's state among processes.")
     stages: int = _of_layout(1, "Divide the network into so many stages.", click.IntRange(1, 1024))
+    slices: int | None = _of_layout(
+        None,
+        "Cut each layer into so many slices, which the devices of a process compute together.",
+        click.IntRange(1, 1024),
+    )
     in_flight: int = _of_layout(1, "Steps in flight.", click.IntRange(1, MOST_IN_FLIGHT))
     machine: Path | None = _of_layout(
         None,
@@ -76,7 +81,7 @@ class PlanOptions(OptionTable):
         metavar="FILE",
     )
     compare: str | None = _of_output(
-        None, "Put the trace of a run on several devices beside the plan.",
+        None, "Put a run beside the plan: what evenstep train --json or --trace wrote.",
         click.Path(), metavar="FILE",
     )  # fmt: skip
     out: Path | None = _of_output(

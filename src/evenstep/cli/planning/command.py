@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -22,6 +23,7 @@ from evenstep.cli.planning.pictures import draw_plan, page_of_plan
 from evenstep.cli.terminal.output import numbers_table, print_line, print_table, say
 from evenstep.errors import InputError, counted, shown
 from evenstep.limits import MOST_DEVICES
+from evenstep.nn import slice_
 from evenstep.planning import (
     Comparison,
     Machine,
@@ -29,12 +31,13 @@ from evenstep.planning import (
     Prediction,
     Work,
     compared,
+    measured_run,
     parse_network,
     work_of_trace,
 )
 from evenstep.planning import plan as planned
+from evenstep.planning.described import Divide
 from evenstep.planning.plan import MOST_PLANNED
-from evenstep.profiling.reader import read_trace
 
 _RANGE = re.compile(r"\s*0*([1-9]\d{0,8})\s*\.\.\s*0*([1-9]\d{0,8})\s*")
 _MOST_ROWS = 40
@@ -48,6 +51,7 @@ def plan(options: PlanOptions) -> None:
     """Print what more devices would bring."""
     counts = device_counts(options.devices)
     refuse(options, counts)
+    run = None if options.compare is None else measured_run(options.compare)
     work, machine = _inputs(options)
     known = "network" not in options.given and math.isfinite(machine.network.bytes_per_s)
     found = planned(
@@ -57,7 +61,7 @@ def plan(options: PlanOptions) -> None:
         network=None if known else options.network,
         per_machine=options.per_machine,
         per_process=options.per_process,
-        divide="stages" if options.stages > 1 else "owners" if options.owners else "data",
+        divide=_divided(options),
         stages=options.stages,
         shards=options.shards,
         batch_size=options.batch_size,
@@ -65,8 +69,8 @@ def plan(options: PlanOptions) -> None:
         sockets=options.owners,
     )
     beside = None
-    if options.compare is not None:
-        beside = compared(_of_run(found, options.compare), options.compare)
+    if run is not None:
+        beside = compared(found.work, found.predictions, run)
     if options.out is not None:
         _draw(found, options.out)
     if options.as_json:
@@ -74,6 +78,12 @@ def plan(options: PlanOptions) -> None:
         click.echo(json.dumps({**found.to_json(), **more}, allow_nan=False))
     else:
         _print(Console(), found, beside)
+
+
+def _divided(options: PlanOptions) -> Divide:
+    if options.slices:
+        return "slices"
+    return "stages" if options.stages > 1 else "owners" if options.owners else "data"
 
 
 def device_counts(text: str) -> list[int]:
@@ -103,8 +113,20 @@ def refuse(options: PlanOptions, counts: list[int]) -> None:
         InputError: the options can't be combined, or name more than there can be.
     """
     parse_network(options.network)
-    if options.stages > 1 and options.owners:
-        raise InputError("got --stages and --owners: a plan is for one of them, so leave one out")
+    given = {"--stages": options.stages > 1, "--slices": options.slices, "--owners": options.owners}
+    first, second, *_ = [*(name for name, one in given.items() if one), "", ""]
+    if second:
+        raise InputError(f"got {first} and {second}: a plan is for one of them, so leave one out")
+    if options.slices and options.in_flight > 1:
+        raise InputError(
+            f"got --slices and --in-flight {options.in_flight}: devices that compute slices "
+            f"together have one step in flight, so leave one out"
+        )
+    if options.slices and options.trace_file is not None:
+        raise InputError(
+            "got --slices and --trace: a trace does not hold what of a shard is in slices, so give "
+            "--model instead"
+        )
     inside = options.per_process or options.per_machine or 1
     if inside > MOST_DEVICES:
         raise InputError(
@@ -125,7 +147,7 @@ def _inputs(options: PlanOptions) -> tuple[Work, Machine]:
     given = None if options.machine is None else read_machine(options.machine)
     if options.trace_file is not None:
         return work_of_trace(options.trace_file), given or described_machine(options.per_machine)
-    find_workload(options.model).make_network()
+    _check_cuts(options, find_workload(options.model).make_network())
     examples = options.batch_size or 256
     job = Job(
         network=options.model,
@@ -135,6 +157,7 @@ def _inputs(options: PlanOptions) -> tuple[Work, Machine]:
         warmup_steps=3,
         steps=options.steps,
         memory_format="preserve",
+        slices=options.slices or 0,
     )
     say(f"measuring {options.model}: {counted(options.steps, 'step')} on one device")
     work = measured_work(job)
@@ -142,16 +165,20 @@ def _inputs(options: PlanOptions) -> tuple[Work, Machine]:
     return work, given or measured_machine(job)
 
 
-def _of_run(found: Plan, file: str) -> Prediction:
-    """Return the prediction for as many devices as a run had."""
-    devices = len(read_trace(file)[0].devices)
-    for one in found.predictions:
-        if one.arrangement.devices == devices:
-            return one
-    raise InputError(
-        f"{file} is the trace of {counted(devices, 'device')}, which the plan does not have: "
-        f"add {devices} to --devices"
-    )
+def _check_cuts(options: PlanOptions, model: Any) -> None:
+    """Check that a model can be cut into the slices or stages.
+
+    Raises:
+        ModelError, InputError: it can't be.
+    """
+    if options.slices:
+        slice_(model, options.slices)
+    parts = sum(1 for one in model.modules() if any(True for _ in one.parameters(recurse=False)))
+    if options.stages > max(parts, 1):
+        raise InputError(
+            f"got --stages {options.stages}: {options.model} has {parts} modules with parameters, "
+            f"and each stage needs one"
+        )
 
 
 def _draw(found: Plan, file: Path) -> None:
@@ -190,14 +217,14 @@ def said(found: Plan, beside: Comparison | None = None) -> Iterator[str]:
     yield from found.advice
     if last.fits is False:
         yield f"{counted(last.arrangement.devices, 'device')} don't have enough memory"
-    if found.work.activation_nbytes is None:
-        yield "memory is without activations, which a trace does not hold"
     for text in found.unseen:
         yield f"not seen: {text}"
     if beside is not None:
         inside = "inside" if beside.within else "outside"
+        parts = f" in {beside.processes} processes" if beside.processes > 1 else ""
         yield (
-            f"the run on {counted(beside.devices, 'device')}: {beside.measured:,.1f} examples/s, "
+            f"the run on {counted(beside.devices, 'device')}{parts}: "
+            f"{beside.measured:,.1f} examples/s, "
             f"predicted {beside.predicted:,.1f} ({beside.error:+.1%}), {inside} the range"
         )
 

@@ -45,6 +45,8 @@ def measure_machine(*, as_json: bool) -> None:
     click.echo(
         f"copies             {machine.copied_bytes_per_s / 1e9:.1f} GB/s by one process of two"
     )
+    if machine.meeting_s:
+        click.echo(f"meeting            {machine.meeting_s * 1e6:.0f} us, of two devices in slices")
     link = machine.local
     rate, latency_us = link.bytes_per_s / 1e9, link.latency_s * 1e6
     click.echo(f"loopback           {rate:.1f} GB/s, {latency_us:.0f} us of latency")

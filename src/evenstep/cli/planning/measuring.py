@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,17 @@ import torch
 from evenstep.bench import workload
 from evenstep.bench.workload import Job
 from evenstep.cli.machine.facts import memory_bytes
-from evenstep.devices import accelerator, gpu_count, usable_cores
+from evenstep.devices import accelerator, as_device, gpu_count, usable_cores
+from evenstep.errors import InputError
+from evenstep.nn.slice_runners import (
+    ONE_BY_ONE,
+    Argument,
+    Exchanged,
+    Result,
+    SliceFunction,
+    SlicingDevices,
+    runner_here,
+)
 from evenstep.options import Experiment
 from evenstep.planning import Machine, Work, facts_of
 from evenstep.planning.traced import work_of_events
@@ -26,7 +36,7 @@ _COPIED_NBYTES = 64 << 20
 
 
 def measure(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the work of a job as a JSON object, and the slowdown of several threads.
+    """Return the work of a job as a JSON object, and what several threads cost each other.
 
     Args:
         job: the fields of a `Job`; "begins_s" (optional), a time of `time.time` to wait for, so
@@ -37,8 +47,10 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     begins_s, beside = fields.pop("begins_s", 0.0), fields.pop("beside", 1)
     one = Job(**fields)
     work = measured_work(one, wait=lambda: time.sleep(max(0.0, begins_s - time.time())))
-    slowed = slowdown_of_threads(one, beside) if beside > 1 else (1.0,)
-    return {"work": dataclasses.asdict(work), "slowdown": slowed}
+    more = {}
+    if beside > 1:
+        more = {"slowdown": slowdown_of_threads(one, beside), "meeting_s": meeting_s()}
+    return {"work": dataclasses.asdict(work), **more}
 
 
 def measured_work(job: Job, wait: Callable[[], object] = lambda: None) -> Work:
@@ -69,7 +81,64 @@ def measured_work(job: Job, wait: Callable[[], object] = lambda: None) -> Work:
     kept = [e for e in events if e.step is None or e.step >= job.warmup_steps]
     work = work_of_events(kept, name=job.network, device=device, **facts)
     held = activation_nbytes(job)
-    return dataclasses.replace(work, activation_nbytes=held, load_s=0.0)
+    sliced = sliced_part(job, work.usual_s) if job.slices else {}
+    return dataclasses.replace(work, activation_nbytes=held, load_s=0.0, **sliced)
+
+
+class _TimedSlices:
+    """Computes slices one after another, and counts how often and for how long."""
+
+    def __init__(self) -> None:
+        self.seconds, self.meetings = 0.0, 0
+
+    def run(self, function: SliceFunction, arguments: Sequence[Sequence[Argument]]) -> list[Result]:
+        began_s = time.perf_counter()
+        found = ONE_BY_ONE.run(function, arguments)
+        self.seconds += time.perf_counter() - began_s
+        self.meetings += len(arguments) > 1
+        return found
+
+
+def sliced_part(job: Job, shard_s: float, passes: int = 5) -> dict[str, Any]:
+    """Return the fields of a `Work` that say what of a shard is in slices.
+
+    Raises:
+        InputError: the devices are GPUs.
+    """
+    if gpu_count():
+        raise InputError(
+            "got --slices and GPUs: a plan has slices for CPU devices only, since nobody measured "
+            "what GPUs send each other in each layer"
+        )
+    model = workload.make_network(job)
+    shares, meetings = [], 0
+    for _ in range(passes):
+        timed = _TimedSlices()
+        outside = runner_here.set(timed)
+        began_s = time.perf_counter()
+        _first_loss(job, model, lambda tensor: tensor)[0].backward()
+        shares.append(timed.seconds / (time.perf_counter() - began_s))
+        runner_here.reset(outside)
+        meetings = timed.meetings
+    share = statistics.median(shares[1:])
+    return {"slices": job.slices, "sliced_s": share * shard_s, "meetings": meetings}
+
+
+def meeting_s(meetings: int = 500) -> float:
+    """Return how long a thread takes to let another compute a slice of nothing."""
+    runner = SlicingDevices({0: as_device("cpu:0"), 1: as_device("cpu:1")}, Exchanged())
+    helper = threading.Thread(target=runner.help, args=(1,))
+    helper.start()
+    times_s = []
+    try:
+        for _ in range(meetings):
+            began_s = time.perf_counter()
+            runner.run(lambda number: (None,), [(), ()])
+            times_s.append(time.perf_counter() - began_s)
+    finally:
+        runner.stop()
+        helper.join()
+    return statistics.median(times_s)
 
 
 def activation_nbytes(job: Job) -> int:
@@ -169,6 +238,7 @@ def measured_machine(job: Job) -> Machine:
         devices=cores,
         slowdown=slowdown_of_threads(job, min(cores, _MOST_BESIDE)),
         copied_bytes_per_s=copied_bytes_per_s() / min(2, cores),
+        meeting_s=meeting_s() if cores > 1 else 0.0,
         memory_nbytes=memory_bytes()[0],
     )
 

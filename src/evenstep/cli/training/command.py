@@ -22,7 +22,7 @@ from evenstep.cli.terminal.loading import loading
 from evenstep.cli.terminal.output import fields_table, print_line, print_table, shares_table
 from evenstep.cli.terminal.progress import Goal
 from evenstep.cli.training.image_format import time_image_formats
-from evenstep.cli.training.loop import Training, train_and_test
+from evenstep.cli.training.loop import Training, processes_and_machines, train_and_test
 from evenstep.cli.training.notes import notes_on_stderr
 from evenstep.cli.training.record import TrainRecord
 from evenstep.cli.training.runfile import resumed_options, write_run_file
@@ -82,6 +82,8 @@ def _train_here(experiment: ExperimentOptions, layout: LayoutOptions, stdout: Te
                     training.trainer.model.parameters(),
                     training.trainer.optimizer,
                     training.options.batch_size,
+                    shards=training.trainer.experiment.shards,
+                    **processes_and_machines(),
                 )
                 trace.save(target_of(layout.trace_file))
     print_table(console, fields_table(_fields(record, layout.checkpoint_dir)))

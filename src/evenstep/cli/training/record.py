@@ -35,6 +35,8 @@ class TrainRecord:
             bit for bit.
         facts: what the bits depend on besides the data, values by name, by kind, as
             `Trainer.facts` has them; empty in records of older versions.
+        processes: number of processes that trained together; `devices` are those of the first one.
+        machines: number of machines that they were on.
     """
 
     model: str
@@ -53,6 +55,8 @@ class TrainRecord:
     fingerprint_2: str = ""
     within_rounding: bool = False
     facts: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    processes: int = 1
+    machines: int = 1
 
     def to_json(self) -> str:
         """Return a JSON object on one line, with the attributes as keys in their order."""
