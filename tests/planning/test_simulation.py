@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenstep.batch import contiguous_runs
-from evenstep.collectives import canonical, forest
+from evenstep.collectives import forest
 from evenstep.planning import Arrangement, Link, Machine, Work, simulate
 from evenstep.planning.described import BUCKET_NBYTES
-from evenstep.planning.exchanging import takes_one_round
 from evenstep.planning.formulas import (
     best_interval_s,
     bubble,
@@ -230,9 +229,3 @@ def test_the_best_interval_loses_least(save_s, restart_s, between_s, factor):
     best = useful_share(best_s, save_s, restart_s, between_s)
     other = useful_share(factor * best_s, save_s, restart_s, between_s)
     assert other <= best * 1.005
-
-
-@given(st.integers(2, 64), st.integers(1, 200), st.integers(0, 1 << 21))
-def test_small_pieces_are_those_of_the_collectives(processes, partials, nbytes):
-    expected = canonical.takes_one_round(processes, partials, nbytes)
-    assert takes_one_round(processes, partials, nbytes) == expected

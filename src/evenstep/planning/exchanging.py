@@ -10,8 +10,7 @@ from evenstep.planning.described import BUCKET_NBYTES, Arrangement, Machine, Wor
 from evenstep.planning.events import Events, Gathering, Wire
 from evenstep.planning.formulas import ring_nbytes
 
-_SMALL_NBYTES = 64 << 10  # sent in one round, beyond those of two
-_WHOLE_NBYTES = 1 << 20  # the largest piece that every process adds up whole
+_SMALL_NBYTES = 64 << 10  # a piece of which all processes get everything at once
 _COPIES = 2  # in shared memory: the addition of a chunk, and a copy of the sum
 _ASKING = 1  # more latencies of a message: gloo asks whether it may send
 _MOST_PIECES = 4096  # buckets of all processes
@@ -129,7 +128,7 @@ class Reduction:
             self._all.arrive()
             return
         count, terms = len(self._processes), sum(self._partials)
-        is_small = takes_one_round(count, terms, self._nbytes)
+        is_small = self._nbytes * (count - 1) <= _SMALL_NBYTES
         added = self._nbytes * (terms if is_small else terms / count)
         ended_s = self._events.now_s + added / self._machine.copied_bytes_per_s
         if is_small:
@@ -149,10 +148,3 @@ class Reduction:
                 updated_s,
                 partial(self._send, process, float(self._work.gradient_nbytes), sent.arrive),
             )
-
-
-def takes_one_round(processes: int, partials: int, nbytes: int) -> bool:
-    """Return whether all processes get all of the partial sums, as `collectives` decides it."""
-    sums = max(partials, processes)
-    more = nbytes * (processes - 1) * (sums * (processes - 1) - processes)
-    return nbytes <= _WHOLE_NBYTES and more <= _SMALL_NBYTES * processes**2
