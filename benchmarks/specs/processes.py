@@ -22,6 +22,7 @@ from evenstep.collectives import canonical_sum, forest
 from evenstep.devices import kept_memory
 from evenstep.distributed import Exchange, Peers, join
 from evenstep.distributed.flat_buffers import FlatSpace
+from evenstep.distributed.gradient_reduce import BUCKET_BYTES
 from evenstep.distributed.shared import reduce
 
 EVERYONE = Exchange("step", "the others")
@@ -75,8 +76,7 @@ def prepared(method: str, peers: Peers, vector: torch.Tensor) -> Callable[[], ob
     if kind == "network":
         out = torch.empty_like(vector)
         return functools.partial(canonical_sum, peers.transport, trees, [vector], out)
-    flats, nbytes = FlatSpace([vector], [0]), reduce.BUCKET_BYTES
-    shared = reduce.SharedMemoryReducer(peers, flats, nbytes)
+    shared = reduce.SharedMemoryReducer(peers, FlatSpace([vector], [0]), BUCKET_BYTES)
     shared.reserve(trees, 0)
 
     def with_copies() -> None:

@@ -85,6 +85,32 @@ def test_with_one_partial_sum_each_it_sends_what_a_ring_all_reduce_sends(process
         assert abs(end.sent - ring) <= 0.02 * ring
 
 
+@pytest.mark.parametrize(
+    ("elements", "processes", "messages"),
+    [(10, 8, 1), (250_000, 2, 1), (250_000, 4, 2), (10**6, 2, 2), (1_200_000, 2, 2)],
+)
+def test_messages_from_each_process_to_each_other(elements, processes, messages):
+    """A vector that is little larger than the size of a piece is one piece."""
+    trees = Forest(processes, processes, [range(one, one + 1) for one in range(processes)])
+    ends = [Counting(end) for end in connect(processes)]
+    sum_over_processes(ends, trees, vectors(processes, elements), 4 << 20)
+    assert {len(end.tags) for end in ends} == {messages * (processes - 1)}
+
+
+@pytest.mark.parametrize("elements", [10, 100_000])
+def test_partial_sums_are_left_as_they_were(elements):
+    leaves = vectors(8, elements)
+    trees = Forest(8, 8, [range(3), range(3, 4), range(4, 7), range(7, 8)])
+
+    def part(end):
+        partials = partials_of(trees, end.rank, [leaf.clone() for leaf in leaves])
+        before = [one.clone() for one in partials]
+        canonical_sum(end, trees, partials, torch.empty(elements))
+        assert_same_bits(dict(enumerate(partials)), dict(enumerate(before)))
+
+    on_each_of(4, part)
+
+
 def test_a_process_that_sends_nothing_is_named():
     trees = Forest(4, 4, [range(2), range(2, 4)])
     leaves = vectors(4, 10)

@@ -8,10 +8,10 @@ import torch
 
 from evenstep.collectives import canonical, connect
 from evenstep.distributed import agree, follow_the_first, refuse_divergence, refuse_wrong_sums
-from evenstep.distributed.gradient_reduce import NetworkReducer
+from evenstep.distributed.gradient_reduce import BUCKET_BYTES, NetworkReducer
 from evenstep.distributed.shared.reduce import SharedMemoryReducer
 from evenstep.errors import DivergedError, InputError, WrongSumError
-from over_threads import on_each, on_each_of, peers_over
+from over_threads import Counting, on_each, on_each_of, peers_over
 from reference import assert_same_bits
 
 
@@ -142,15 +142,27 @@ def test_an_exchange_that_is_wrong_is_refused_by_every_process(fault):
     assert re.match(r"rank \d \(on host\d\) got a wrong sum of \w+ numbers from the ex", message)
 
 
+@pytest.mark.parametrize("processes", [2, 3, 8])
+def test_what_is_sent_whole_and_what_is_sent_in_chunks_is_tried(processes):
+    def run(end):
+        peers = peers_over(Counting(end))
+        make = functools.partial(NetworkReducer, peers, bucket_bytes=BUCKET_BYTES)
+        refuse_wrong_sums(peers, make, "step")
+        return sorted({tag for tag in peers.transport.tags if tag})
+
+    for tags in on_each_of(processes, run):
+        assert tags == [1, 1 | canonical._TOTALS]
+
+
 @pytest.mark.parametrize("small", [True, False], ids=["whole", "in pieces"])
 def test_an_exchange_that_adds_in_the_order_of_ranks_is_refused(monkeypatch, small):
     right = canonical.add_in_order
 
-    def by_rank(trees, terms, out):
+    def by_rank(trees, terms, out, spare):
         if (len(out) < 1000) is small:
             out.copy_(functools.reduce(torch.add, terms))
         else:
-            right(trees, terms, out)
+            right(trees, terms, out, spare)
 
     monkeypatch.setattr(canonical, "add_in_order", by_rank)
     (message,) = {*tried()}

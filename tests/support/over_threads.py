@@ -32,15 +32,16 @@ def peers_over(transport):
 
 
 class Counting:
-    """A transport that counts the bytes that it sends."""
+    """A transport that counts the bytes and the tags of what it sends."""
 
     def __init__(self, transport):
         self._transport = transport
         self.rank, self.size = transport.rank, transport.size
-        self.sent = 0
+        self.sent, self.tags = 0, []
 
     def send(self, tensor, to, tag=0):
         self.sent += tensor.nbytes
+        self.tags.append(tag)
         return self._transport.send(tensor, to, tag)
 
     def receive(self, tensor, source, tag=0):

@@ -10,6 +10,7 @@ bytes, as in a ring all-reduce (Patarasuk and Yuan, "Bandwidth Optimal All-reduc
 Clusters of Workstations", 2009), in 2 rounds instead of 2 (p - 1).
 
 A small piece takes 1 round: every process sends all of it to all others, and each adds it up whole.
+Two processes send no more bytes so than in 2 rounds.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from evenstep.errors import PeerError
 BUCKET_BYTES = 4 << 20
 
 SMALL_BYTES = 64 << 10
-"""The most bytes that a process sends of a piece which every other process gets whole."""
+"""The most bytes that a process sends in 1 round beyond those that it sends in 2."""
+
+WHOLE_BYTES = 1 << 20
+"""The largest piece that every process adds up whole: of a larger one, that takes too long."""
 
 _TOTALS = 1 << 24  # added to the tag of what is added up, which nothing else has
 
@@ -45,7 +49,8 @@ def canonical_sum(
         forest: the partial sums of all processes, and the order in which they are added.
         partials: this process's partial sums, each of shape (n,) and of one floating dtype.
         out: shape (n,), of that dtype; it may not be one of `partials`.
-        bucket_bytes: the size of the pieces in which each vector is exchanged.
+        bucket_bytes: the size of the pieces in which each vector is exchanged; they are equal, and
+            as few as leave none smaller, except that of a smaller vector.
 
     Raises:
         PeerError: another process did not arrive within the transport's time limit.
@@ -68,8 +73,8 @@ def start_sum(
     name: str = "a bucket",
 ) -> list[CanonicalSum]:
     """Start the reduction of `canonical_sum`; its pieces must be added up, then waited for."""
-    elements = max(1, bucket_bytes // out.element_size())
-    cuts = [slice(lo, lo + elements) for lo in range(0, out.numel(), elements)]
+    pieces = min(max(1, out.nbytes // bucket_bytes), out.numel())
+    cuts = [slice(*bounds) for bounds in even_bounds(out.numel(), pieces)] if pieces else []
     return [
         CanonicalSum(transport, forest, [p[cut] for p in partials], out[cut], tag, name)
         for cut in cuts
@@ -97,13 +102,13 @@ class CanonicalSum:
         rank, size = transport.rank, transport.size
         # Each process starts with the one after it, so that they don't all send to the same one.
         self._peers = [(rank + step) % size for step in range(1, size)]
-        self._is_small = out.nbytes * (size - 1) <= SMALL_BYTES
+        self._is_small = takes_one_round(size, len(forest.owners), out.nbytes)
         bounds = [(0, len(out))] * size if self._is_small else even_bounds(len(out), size)
         self._chunks = [out[lo:hi] for lo, hi in bounds]
         own = dict(zip(forest.partials_of(rank), partials, strict=True))
         lo, hi = bounds[rank]
         # What is awaited when it is sent need not be asked for first.
-        self._terms, self._arriving = receive_terms(
+        self._terms, self._received, self._arriving = receive_terms(
             transport, forest, {n: one[lo:hi] for n, one in own.items()}, self._chunks[rank], tag
         )
         ends = [(peer, *bounds[peer]) for peer in self._peers if self._chunks[peer].numel()]
@@ -124,7 +129,7 @@ class CanonicalSum:
         """
         wait_for(self._arriving, self._name)
         total = self._chunks[self._transport.rank]
-        add_in_order(self._forest, self._terms, total)
+        add_in_order(self._forest, self._terms, total, self._received)
         if total.numel() and not self._is_small:
             tag, send = self._tag | _TOTALS, self._transport.send
             self._under_way += [send(total, peer, tag) for peer in self._peers]
@@ -134,31 +139,41 @@ class CanonicalSum:
         wait_all(self._under_way)
 
 
+def takes_one_round(processes: int, partials: int, nbytes: int) -> bool:
+    """Return whether every process gets all partial sums of a piece of `nbytes` whole.
+
+    A process sends (p - 1) n k / p bytes in 1 round, for k partial sums of p processes, and
+    (p - 1) n (k / p + 1) / p in 2.
+    """
+    sums = max(partials, processes)
+    more = nbytes * (processes - 1) * (sums * (processes - 1) - processes)
+    return nbytes <= WHOLE_BYTES and more <= SMALL_BYTES * processes**2
+
+
 def receive_terms(
     transport: Transport,
     forest: Forest,
     own: Mapping[int, torch.Tensor],
     like: torch.Tensor,
     tag: int,
-) -> tuple[list[torch.Tensor], list[Transfer]]:
+) -> tuple[list[torch.Tensor], list[int], list[Transfer]]:
     """Start to receive the terms of all other processes.
 
     `own` has this process's terms, by the numbers of its partial sums. All have the shape and dtype
     of `like`.
 
     Returns:
-        All terms in the order of `forest`, and what must be waited for before they are read.
+        All terms in the order of `forest`, the numbers of the received ones, and what must be
+        waited for before they are read.
     """
-    terms = [
-        own[number] if number in own else torch.empty_like(like)
-        for number in range(len(forest.owners))
-    ]
+    received = [number for number in range(len(forest.owners)) if number not in own]
+    terms = dict(own) | {number: torch.empty_like(like) for number in received}
     arriving = [
-        transport.receive(terms[number], owner, tag)
-        for number, owner in enumerate(forest.owners)
-        if owner != transport.rank and like.numel()
+        transport.receive(terms[number], forest.owners[number], tag)
+        for number in received
+        if like.numel()
     ]
-    return terms, arriving
+    return [terms[number] for number in range(len(terms))], received, arriving
 
 
 def wait_for(transfers: Iterable[Transfer], name: str) -> None:
@@ -169,16 +184,24 @@ def wait_for(transfers: Iterable[Transfer], name: str) -> None:
         raise PeerError(f"{error}, in {name}", error.rank) from error
 
 
-def add_in_order(forest: Forest, partials: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+def add_in_order(
+    forest: Forest,
+    partials: Sequence[torch.Tensor],
+    out: torch.Tensor,
+    spare: Iterable[int] = (),
+) -> None:
     """Add the partial sums of all processes into `out`, in the order of the tree.
 
-    `out` may be one of them: it is written last.
+    `out` may be one of them: it is written last. Those in `spare`, by their numbers, are
+    overwritten: no more memory is needed then, and less of it is read and written.
     """
     if not forest.adds:
         out.copy_(partials[0])
         return
-    values = list(partials)
+    values, free = list(partials), set(spare)
     *before, (left, right) = forest.adds
     for onto, added in before:
-        values[onto] = values[onto] + values[added]
+        place = next((values[one] for one in (onto, added) if one in free), None)
+        values[onto] = torch.add(values[onto], values[added], out=place)
+        free.add(onto)
     torch.add(values[left], values[right], out=out)

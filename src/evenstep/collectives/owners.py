@@ -50,13 +50,15 @@ class SumAtOwner:
     ) -> None:
         self._forest, self._name, self._out = forest, name, out
         self._terms: list[torch.Tensor] = []
+        self._received: list[int] = []
         self._transfers: list[Transfer]
         if out is None:
             sent = [partial for partial in partials if partial.numel()]
             self._transfers = [transport.send(partial, owner, tag) for partial in sent]
         else:
             own = dict(zip(forest.partials_of(owner), partials, strict=True))
-            self._terms, self._transfers = receive_terms(transport, forest, own, out, tag)
+            found = receive_terms(transport, forest, own, out, tag)
+            self._terms, self._received, self._transfers = found
 
     def add_up(self) -> None:
         """At the owner, wait for the terms of all others, and add them up.
@@ -69,7 +71,7 @@ class SumAtOwner:
         transfers, self._transfers = self._transfers, []
         wait_for(transfers, self._name)
         if self._out is not None:
-            add_in_order(self._forest, self._terms, self._out)
+            add_in_order(self._forest, self._terms, self._out, self._received)
             self._terms = []
 
     def wait(self) -> None:

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load, save
 
 from evenstep.collectives import Forest, forest
+from evenstep.collectives.canonical import takes_one_round
 from evenstep.devices.addresses import bytes_of
 from evenstep.devices.facts import Facts
 from evenstep.distributed.flat_buffers import FlatSpace
@@ -182,8 +183,10 @@ def refuse_wrong_sums(
         WrongSumError: in some process the bits differ; every process raises it.
     """
     trees = forest(peers.size, peers.size, tuple(range(one, one + 1) for one in range(peers.size)))
-    many = [_MANY // peers.size, 3]
-    for what, sizes in (("few numbers", [_FEW]), ("many numbers", many)):
+    many = _MANY // peers.size
+    while takes_one_round(peers.size, peers.size, 4 * many):
+        many *= 2
+    for what, sizes in (("few numbers", [_FEW]), ("many numbers", [many, 3])):
         reducer = make_reducer(FlatSpace([torch.empty(one) for one in sizes], range(len(sizes))))
         try:
             reducer.reserve(trees, 0)
