@@ -13,6 +13,8 @@ from __future__ import annotations
 import torch
 
 from evenstep.collectives import CanonicalSum, Forest, even_bounds
+from evenstep.distributed.accelerators.backend import BackendCollectives
+from evenstep.distributed.accelerators.reduce import BackendReducer
 from evenstep.distributed.flat_buffers import FlatSpace
 from evenstep.distributed.gradient_reduce import BUCKET_BYTES, NetworkReducer
 from evenstep.distributed.machines.neighbours import Machines
@@ -87,8 +89,16 @@ class MachineReducer(SharedMemoryReducer):
         return pieces
 
 
-def gradient_reducer(peers: Peers, flats: FlatSpace, *, on_cpus: bool) -> NetworkReducer:
+def gradient_reducer(
+    peers: Peers,
+    flats: FlatSpace,
+    *,
+    on_cpus: bool,
+    collectives: BackendCollectives | None = None,
+) -> NetworkReducer:
     """Return the fastest reducer that is available."""
+    if collectives is not None:
+        return BackendReducer(peers, flats, BUCKET_BYTES, collectives)
     if on_cpus and isinstance(peers.rounds, MachineRounds):
         return MachineReducer(peers, flats, BUCKET_BYTES, peers.rounds.machines)
     make = SharedMemoryReducer if peers.on_one_machine and on_cpus else NetworkReducer
