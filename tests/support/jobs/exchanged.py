@@ -29,6 +29,7 @@ from evenstep.distributed.accelerators.opening import open_collectives
 from evenstep.distributed.flat_buffers import FlatSpace
 from evenstep.errors import WrongSumError
 from evenstep.shard.partial_sum import add_gradients
+from launched import meet
 
 out, mode, seed, *fault = sys.argv[1:]
 emu.load(Path(__file__).parents[3] / "build")
@@ -38,7 +39,8 @@ HERE = DEVICE.torch_device
 
 MIXED = [torch.float32, torch.bfloat16, torch.float64, torch.float32, torch.complex64]
 PLAIN = [torch.float32]
-CASES = {  # sizes of parameters, their dtypes in turn, shards, bytes of a bucket, who has no gradient
+# Sizes of parameters, their dtypes in turn, shards, bytes of a bucket, who has no gradient.
+CASES = {
     "one bucket": ([32, 64], PLAIN, 4 * SIZE, 1 << 20, ()),
     "several buckets": ([700, 3, 40, 1000, 5], PLAIN, 2 * SIZE, 1500, ()),
     "mixed dtypes": ([33, 40, 7, 129, 18], MIXED, SIZE, 256, ()),
@@ -169,6 +171,7 @@ def main():
         plant(one)
     torch.set_num_threads(1)
     accelerator.open_lane(HERE)
+    meet()
     peers = join(20.0)
     found = {}
     with peers.status_board, contextlib.closing(peers):

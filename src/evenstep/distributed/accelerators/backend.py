@@ -36,9 +36,7 @@ class BackendCollectives:
         stream: where collectives, and what is added up between them, are queued.
     """
 
-    def __init__(
-        self, group: Any, name: str, rank: int, size: int, device: torch.device
-    ) -> None:
+    def __init__(self, group: Any, name: str, rank: int, size: int, device: torch.device) -> None:
         self._group = group
         self.name, self.rank, self.size, self.device = name, rank, size, device
         self.stream = torch.Stream(device)
@@ -78,7 +76,8 @@ def connect_backend(
     Args:
         kind: the type of device, such as "cuda".
         store: where the processes find each other, with a prefix for this group alone.
-        rank, size: this process's number, and the number of processes.
+        rank: this process's number.
+        size: the number of processes.
         timeout_s: the maximum time that a collective may take, where the backend watches that.
 
     Raises:
