@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from evenstep.batch import ProcessAssignment
 from evenstep.collectives import TreeSum, forest, ranked_sum, sent_elements, tree_sum, wait_all
 from evenstep.collectives.ranked import parts_of
 from over_threads import Counting, on_each_of
@@ -99,6 +100,20 @@ def test_each_further_node_costs_half_of_a_ring(processes):
             each = elements * (processes - 1) // processes
             assert sent_elements(trees, elements, rank) == (nodes + 1) * each
     assert most > 2  # a run of shards may be more than two nodes
+
+
+@pytest.mark.parametrize(
+    ("processes", "shards", "most"),
+    [
+        (3, 8, 2),  # [3,6) is [3,4), [4,6)
+        (3, 16, 3),  # [6,11) is [6,8), [8,10), [10,11)
+        (3, 64, 5),  # [22,43) is [22,24), [24,32), [32,40), [40,42), [42,43)
+        (8, 64, 1),
+    ],
+)
+def test_the_nodes_of_even_runs_are_those_that_the_docs_name(processes, shards, most):
+    runs = tuple(ProcessAssignment([1.0] * processes).runs(shards, 0))
+    assert max(len(plan.partials) for plan in forest(shards, shards, runs).plans) == most
 
 
 @pytest.mark.parametrize("elements", [0, 1, 5, 48, 257])

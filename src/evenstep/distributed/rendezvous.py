@@ -32,6 +32,8 @@ from evenstep.private_torch.processes import default_store
 if TYPE_CHECKING:
     from evenstep.private_torch.processes import Store
 
+_PATIENCE = 2  # times the limit: NCCL ends the process at its own, before an error names the peer
+
 
 def was_launched() -> bool:
     """Whether a launcher started this process as one of several."""
@@ -106,7 +108,8 @@ def join(timeout_s: float, interface: str | None = None) -> Peers:
 
     def connect_accelerators(device: torch.device) -> BackendCollectives:
         place = dist.distributed_c10d.PrefixStore("accelerators", own)
-        group, name = connect_backend(device.type, place, rank, size, timeout_s)
+        patience_s = _PATIENCE * timeout_s
+        group, name = connect_backend(device.type, place, rank, size, patience_s)
         return BackendCollectives(group, name, rank, size, device)
 
     if not secret:  # which no backend of an accelerator tests for
