@@ -59,9 +59,9 @@ _EXPORTS = {
     "evenstep.cli.traces": "",
     "evenstep.cli.training": "",
     "evenstep.collectives": """
-        CanonicalSum Collectives Forest LocalTransport SumAtOwner Transfer Transport TreePlan TreeSum
-        add_in_order assign_owners canonical_sum connect even_bounds forest ranked_sum
-        sent_elements start_sum tree_plan tree_sum values_at_once wait_all
+        CanonicalSum Collectives Forest LocalTransport SumAtOwner Transfer Transport TreePlan
+        TreeSum add_in_order assign_owners canonical_sum connect even_bounds forest
+        ranked_sum sent_elements start_sum tree_plan tree_sum values_at_once wait_all
     """,
     "evenstep.comparison": "Cause Finding Run compare find_cause lines_of read_run",
     "evenstep.comparison.page": "page_of",
