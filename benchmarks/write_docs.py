@@ -96,7 +96,8 @@ def insert(file: Path, table: str) -> None:
 def page(name: str, results: Path, notes: Mapping[str, str]) -> str:
     """Return a page, with a section for each result file that exists."""
     documents = stored(results)
-    makers = {one.name: one.tables for one in measure.BENCHMARKS.values()} | {"gpu": kit.tables}
+    makers = {one.name: one.tables for one in measure.BENCHMARKS.values()}
+    makers |= {"portable_avx2": makers["portable"], "gpu": kit.tables}
     return render(
         name,
         notes,

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import threading
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from evenstep.distributed.machines.rounds import join_machines
 from evenstep.distributed.process_group import Exchange
 from evenstep.distributed.secret import SealedStore
 from evenstep.distributed.shared import rounds as shared_rounds
+from evenstep.errors import PeerError
 from launched import alone, apart
 from machines import at_the_switch, machines_at_a_switch
 from over_threads import Counting, on_each, peers_over
@@ -47,13 +49,13 @@ def _everybody_is_present(monkeypatch):
 class Job:
     """Processes on machines of these sizes, played by threads."""
 
-    def __init__(self, *sizes):
+    def __init__(self, *sizes, made=Counting):
         ends = [0, *itertools.accumulate(sizes)]
         self.machines = [range(*pair) for pair in itertools.pairwise(ends)]
         self.size = ends[-1]
         self.store = dist.HashStore()
         self.columns = [
-            [*map(Counting, connect(len(sizes), timeout_s=20.0))] for _ in range(min(sizes))
+            [*map(made, connect(len(sizes), timeout_s=20.0))] for _ in range(min(sizes))
         ]
         self.everywhere = connect(self.size)
 
@@ -95,27 +97,49 @@ def added(left, right):
     return [b if a is None else a if b is None else a + b for a, b in zip(left, right, strict=True)]
 
 
-def summed(job, trees, shards, steps=1):
-    """Return the sums that each process gets, and how it got them."""
-    leaves = [values(shard) for shard in range(shards)]
+def reducer_of(peers, trees):
+    """Return the reducer of a process, with several buckets, some of which go in pieces."""
+    flats = FlatSpace(PARAMETERS, range(len(PARAMETERS)))
+    reducer = gradient_reducer(peers, flats, on_cpus=True)
+    assert isinstance(reducer, MachineReducer)
+    reducer.bucket_bytes, reducer.buckets = 64, flats.buckets(64)
+    assert len(reducer.buckets) == len(PARAMETERS)
+    reducer.reserve(trees, 0)
+    return reducer
+
+
+def partials_of(trees, rank):
+    """Return the partial sums of a process."""
+    leaves = [values(shard) for shard in range(trees.shards)]
+    spans = [trees.spans[number] for number in trees.partials_of(rank)]
+    return [[*tree_sum(leaves[one.start : one.stop], added)] for one in spans]
+
+
+def total_of(peers, reduction):
+    """Return the sum, when every process has written its part."""
+    peers.gather(b"", EVERYBODY)
+    return {str(i): one.clone() for i, one in reduction.gradients(torch.device("cpu"))}
+
+
+def summed(job, trees, steps=1):
+    """Return the sums that each process gets."""
 
     def run(rank):
         peers = job.joined(rank)
-        flats = FlatSpace(PARAMETERS, range(len(PARAMETERS)))
-        reducer = gradient_reducer(peers, flats, on_cpus=True)
-        assert isinstance(reducer, MachineReducer)
-        reducer.bucket_bytes = 512
-        reducer.reserve(trees, 0)
-        own = [trees.spans[number] for number in trees.partials_of(rank)]
+        reducer = reducer_of(peers, trees)
         for step in range(steps):
             reduction = reducer.begin(trees, len(PARAMETERS), step)
-            reduction.write_rest([[*tree_sum(leaves[one.start : one.stop], added)] for one in own])
-            peers.gather(b"", EVERYBODY)
-            found = {str(i): one.clone() for i, one in reduction.gradients(torch.device("cpu"))}
+            reduction.write_rest(partials_of(trees, rank))
+            found = total_of(peers, reduction)
         reducer.close()
         return found
 
     return on_each(range(job.size), run)
+
+
+def sum_in_one_place(shards):
+    whole = tree_sum([values(shard) for shard in range(shards)], added)
+    return {str(i): one for i, one in enumerate(whole)}
 
 
 LAYOUTS = [
@@ -134,10 +158,111 @@ LAYOUTS = [
 def test_the_sum_has_the_bits_of_one_place(sizes, shards, lengths):
     ends = [0, *itertools.accumulate(lengths)]
     trees = forest(shards, shards, tuple(range(*pair) for pair in itertools.pairwise(ends)))
-    whole = tree_sum([values(shard) for shard in range(shards)], added)
-    expected = {str(i): one for i, one in enumerate(whole)}
-    for found in summed(Job(*sizes), trees, shards, steps=2):
-        assert_same_bits(found, expected)
+    for found in summed(Job(*sizes), trees, steps=2):
+        assert_same_bits(found, sum_in_one_place(shards))
+
+
+FOUR = forest(8, 8, tuple(range(2 * rank, 2 * rank + 2) for rank in range(4)))
+
+
+class Noticed(Counting):
+    """A transport that notices the first gradients that it sends."""
+
+    def __init__(self, transport):
+        super().__init__(transport)
+        self.has_sent = threading.Event()
+
+    def send(self, tensor, to, tag=0):
+        if tag:
+            self.has_sent.set()
+        return super().send(tensor, to, tag)
+
+
+def test_a_bucket_crosses_the_cable_while_others_are_computed():
+    job = Job(2, 2, made=Noticed)
+
+    def run(rank):
+        peers = job.joined(rank)
+        reducer = reducer_of(peers, FOUR)
+        reduction = reducer.begin(FOUR, len(PARAMETERS), 0)
+        last = len(reduction.buckets) - 1
+        (own,) = partials_of(FOUR, rank)
+        reduction.write(last, 0, [own[i] for i in reduction.buckets[last].numbers])
+        has_crossed = peers.rounds.machines.column.has_sent.wait(20)
+        reduction.write_rest([own])
+        found = total_of(peers, reduction)
+        reducer.close()
+        return has_crossed, found
+
+    for has_crossed, found in on_each(range(4), run):
+        assert has_crossed
+        assert_same_bits(found, sum_in_one_place(8))
+
+
+def test_a_bucket_waits_for_all_processes_of_its_machine():
+    job = Job(2, 2, made=Noticed)
+    others_have_written = threading.Barrier(4)
+
+    def run(rank):
+        peers = job.joined(rank)
+        reducer = reducer_of(peers, FOUR)
+        reduction = reducer.begin(FOUR, len(PARAMETERS), 0)
+        if rank != 1:
+            reduction.write_rest(partials_of(FOUR, rank))
+        others_have_written.wait(20)
+        has_sent = peers.rounds.machines.column.has_sent.wait(20 if rank > 1 else 0.2)
+        others_have_written.wait(20)
+        if rank == 1:
+            reduction.write_rest(partials_of(FOUR, rank))
+        found = total_of(peers, reduction)
+        reducer.close()
+        return has_sent, found
+
+    both = on_each(range(4), run)
+    assert [has_sent for has_sent, _ in both] == [False, False, True, True]
+    for _, found in both:
+        assert_same_bits(found, sum_in_one_place(8))
+
+
+def test_after_a_reduction_that_was_dropped_the_next_one_has_the_right_bits():
+    job = Job(2, 2)
+
+    def run(rank):
+        peers = job.joined(rank)
+        reducer = reducer_of(peers, FOUR)
+        dropped = reducer.begin(FOUR, len(PARAMETERS), 0)
+        if rank % 2:
+            dropped.write_rest(partials_of(FOUR, (rank + 1) % 4))
+        dropped.drop()
+        again = reducer.begin(FOUR, len(PARAMETERS), 0)
+        again.write_rest(partials_of(FOUR, rank))
+        found = total_of(peers, again)
+        reducer.close()
+        return found
+
+    for found in on_each(range(4), run):
+        assert_same_bits(found, sum_in_one_place(8))
+
+
+def test_everybody_ends_if_one_leaves_with_buckets_unsent_and_its_neighbour_names_it():
+    job = Job(2, 2)
+
+    def run(rank):
+        peers = job.joined(rank)
+        reducer = reducer_of(peers, FOUR)
+        reduction = reducer.begin(FOUR, len(PARAMETERS), 0)
+        if rank == 2:
+            peers.close()
+            reducer.close()
+            return None
+        reduction.write_rest(partials_of(FOUR, rank))
+        with pytest.raises(PeerError, match="rank ") as caught:
+            reduction.total()
+        peers.close()
+        reducer.close()
+        return caught.value.rank
+
+    assert on_each(range(4), run)[3] == 2
 
 
 def test_each_process_of_a_machine_knows_what_all_others_say():

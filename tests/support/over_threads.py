@@ -45,3 +45,6 @@ class Counting:
 
     def receive(self, tensor, source, tag=0):
         return self._transport.receive(tensor, source, tag)
+
+    def close(self):
+        self._transport.close()

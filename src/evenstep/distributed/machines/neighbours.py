@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from evenstep.collectives import Transport
 from evenstep.distributed.process_group import Exchange, Peers, Rounds
@@ -41,14 +42,28 @@ class Machines:
     Attributes:
         ranks: the processes of each machine.
         own: the processes of this machine.
+        beside: the same processes, for a thread of each that exchanges gradients.
         columns: the number of columns.
         column: to the others of this process's column; None if it is in none.
     """
 
     ranks: tuple[range, ...]
     own: Neighbours
+    beside: Neighbours
     columns: int
     column: Transport | None
+
+    def meet(self, exchange: Exchange) -> None:
+        """Wait, in the thread, until all processes of this machine have come to an exchange."""
+        self.beside.gather(b"", exchange)
+
+    @contextlib.contextmanager
+    def named(self) -> Iterator[None]:
+        """Give errors of the column the ranks that its processes have among all."""
+        try:
+            yield
+        except PeerError as error:
+            raise self.in_column(error) from None
 
     def in_column(self, error: PeerError) -> PeerError:
         """Return an error of the column's transport with the rank that a process has among all."""

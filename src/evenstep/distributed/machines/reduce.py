@@ -10,6 +10,8 @@ however many processes it has.
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
 from evenstep.collectives import CanonicalSum, Forest, even_bounds
@@ -21,8 +23,11 @@ from evenstep.distributed.machines.neighbours import Machines
 from evenstep.distributed.machines.rounds import MachineRounds
 from evenstep.distributed.process_group import Exchange, Peers
 from evenstep.distributed.shared.memory import NO, YES, all_say, shared_bytes
-from evenstep.distributed.shared.reduce import SharedMemoryReducer, SharedVectors
-from evenstep.errors import PeerError
+from evenstep.distributed.shared.reduce import (
+    SharedMemoryReducer,
+    SharedMemoryReduction,
+    SharedVectors,
+)
 
 
 class MachineReducer(SharedMemoryReducer):
@@ -34,59 +39,119 @@ class MachineReducer(SharedMemoryReducer):
         self, peers: Peers, flats: FlatSpace, bucket_bytes: int, machines: Machines
     ) -> None:
         super().__init__(peers, flats, bucket_bytes)
-        self._machines = machines
+        self.machines = machines
+        self._latest: _MachineReduction | None = None
+
+    def close(self) -> None:
+        """End the thread, even if a reduction was given up."""
+        if self._latest is not None:
+            self._latest.let_go()
+        super().close()
 
     def places_of(self, trees: Forest) -> int:
         """Return how many partial sums the machine with the most of them has."""
-        counts = [sum(owner in one for owner in trees.owners) for one in self._machines.ranks]
+        counts = [sum(owner in one for owner in trees.owners) for one in self.machines.ranks]
         return max(counts)
 
     def first_place(self, trees: Forest) -> int:
         """Return this machine's first partial sum."""
-        return sum(owner < self._machines.own.ranks.start for owner in trees.owners)
+        return sum(owner < self.machines.own.ranks.start for owner in trees.owners)
 
     def memory(self, nbytes: int) -> torch.Tensor | None:
         """Return memory that this machine's processes share; None if one of all processes can't."""
-        found = shared_bytes(self._machines.own, nbytes)
+        found = shared_bytes(self.machines.own, nbytes)
         all_can = all(all_say(self.peers, NO if found is None else YES, "read"))
         return found if all_can else None
 
-    def add_up(self, trees: Forest, shared: SharedVectors) -> None:
-        """Compute `shared.totals`, of which this process computes its column's part."""
-        machines = self._machines
-        if machines.column is not None:
-            try:
-                pieces = self._started(trees, shared)
-                for piece in pieces:
-                    piece.add_up()
-                for piece in pieces:
-                    piece.wait()
-            except PeerError as error:
-                raise machines.in_column(error) from None
-        machines.own.gather(b"", Exchange("step", "the sum of its part of the gradients"))
+    def reduction(
+        self, shared: SharedVectors, trees: Forest, parameters: int
+    ) -> SharedMemoryReduction:
+        """Return a reduction of which this process adds up its column's part."""
+        self._latest = _MachineReduction(self, shared, trees, parameters)
+        return self._latest
 
-    def _started(self, trees: Forest, shared: SharedVectors) -> list[CanonicalSum]:
-        """Add up, piece by piece, what this machine can, and send it."""
+
+class _MachineReduction(SharedMemoryReduction):
+    """A reduction whose buckets cross the cables while backward passes compute the others.
+
+    A thread takes the buckets in the order in which backward passes end with them. It waits until
+    all processes of this machine have written one, then adds up and sends its column's part of it.
+    """
+
+    def __init__(
+        self, reducer: MachineReducer, shared: SharedVectors, trees: Forest, parameters: int
+    ) -> None:
+        super().__init__(reducer, shared, trees, parameters)
+        self._machines, self._bucket_bytes = reducer.machines, reducer.bucket_bytes
+        self._first = reducer.first_place(trees)
+        self._left_over, self._adds = trees.adds_within(self._machines.own.ranks)
+        self._between = trees.joined(self._machines.ranks)
+        self._written = [threading.Event() for _ in self.buckets]
+        self._summed = reducer.thread.submit(self._sum_all)
+
+    def drop(self) -> None:
+        """End without a sum: what other processes wait for is sent, whatever it is."""
+        self.let_go()
+        self._summed.result()
+
+    def let_go(self) -> None:
+        """Let the thread wait for no bucket of this process."""
+        for written in self._written:
+            written.set()
+
+    def _send(self, bucket: int) -> None:
+        self._written[bucket].set()
+
+    def _add_up(self) -> None:
+        self._summed.result()
+
+    def _sum_all(self) -> None:
+        """Compute `shared.totals`, with all other processes; called in the thread.
+
+        While a bucket is under way to the other machines, the one before it is added up.
+        """
         machines = self._machines
-        assert machines.column is not None
-        assert shared.totals is not None
-        left_over, adds = trees.adds_within(machines.own.ranks)
-        between, first = trees.joined(machines.ranks), self.first_place(trees)
+        under_way: list[CanonicalSum] = []
+        added_up: list[CanonicalSum] = []
+        for number in reversed(range(len(self.buckets))):
+            self._written[number].wait()
+            machines.meet(Exchange("step", f"bucket {number} of the gradients"))
+            with machines.named():
+                before, under_way = under_way, self._started(number)
+                added_up += _add_up_all(before)
+        with machines.named():
+            for piece in (*added_up, *_add_up_all(under_way)):
+                piece.wait()
+        machines.meet(Exchange("step", "the sum of its part of the gradients"))
+
+    def _started(self, number: int) -> list[CanonicalSum]:
+        """Add up this machine's part of a bucket, as far as that can be, and send it in pieces."""
+        machines, bucket = self._machines, self.buckets[number]
+        if machines.column is None:
+            return []
+        assert self._shared.totals is not None
+        total = self._shared.totals[bucket.flat]
+        start, end = even_bounds(bucket.hi - bucket.lo, machines.columns)[machines.own.rank]
+        step = max(1, self._bucket_bytes // total.element_size())
         pieces = []
-        for flat, total in enumerate(shared.totals):
-            start, end = even_bounds(len(total), machines.columns)[machines.own.rank]
-            step = max(1, self.bucket_bytes // total.element_size())
-            for lo in range(start, end, step):
-                cut = slice(lo, min(lo + step, end))
-                own = {first + k: row[flat][cut] for k, row in enumerate(shared.places[0])}
-                for left, right in adds:
-                    own[left] = own[left] + own[right]
-                partials = [own[number] for number in left_over]
-                name = "the gradients of all machines"
-                pieces.append(
-                    CanonicalSum(machines.column, between, partials, total[cut], 1 + flat, name)
-                )
+        for lo in range(bucket.lo + start, bucket.lo + end, step):
+            cut = slice(lo, min(lo + step, bucket.lo + end))
+            rows = enumerate(self._shared.places[0])
+            own = {self._first + k: row[bucket.flat][cut] for k, row in rows}
+            for left, right in self._adds:
+                own[left] = own[left] + own[right]
+            partials = [own[one] for one in self._left_over]
+            name = f"bucket {number} of the gradients of all machines"
+            pieces.append(
+                CanonicalSum(machines.column, self._between, partials, total[cut], 1 + number, name)
+            )
         return pieces
+
+
+def _add_up_all(pieces: list[CanonicalSum]) -> list[CanonicalSum]:
+    for piece in pieces:
+        piece.add_up()
+    return pieces
 
 
 def gradient_reducer(

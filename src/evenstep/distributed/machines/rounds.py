@@ -56,6 +56,7 @@ class MachineRounds:
     def close(self) -> None:
         """Leave: processes of this machine that wait for this one get a PeerError."""
         self._rounds.close()
+        self.machines.beside.rounds.close()
         if self.machines.column is not None:
             self.machines.column.close()
 
@@ -93,16 +94,20 @@ def join_machines(
     own_ranks = next(one for one in ranks if peers.rank in one)
     own = Neighbours(peers, own_ranks, rounds_in(own_ranks))
     shared = shared_rounds(own, timeout_s)
-    if not all(meeting.exchange(NO if shared is None else YES)) or shared is None:
-        if shared is not None:
-            shared.close()
+    other = shared_rounds(own, timeout_s, spin_s=0.0)  # of a thread beside those that compute
+    has_both = shared is not None and other is not None
+    if not all(meeting.exchange(YES if has_both else NO)) or shared is None or other is None:
+        for one in (shared, other):
+            if one is not None:
+                one.close()
         return None
     own.rounds = shared
+    beside = Neighbours(peers, own_ranks, other)
     columns = min(map(len, ranks))
     column = None
     if own.rank < columns:
         column = connect(f"column/{own.rank}", ranks.index(own_ranks), len(ranks))
-    return MachineRounds(Machines(tuple(ranks), own, columns, column), shared)
+    return MachineRounds(Machines(tuple(ranks), own, beside, columns, column), shared)
 
 
 def _packed(messages: Sequence[bytes]) -> bytes:

@@ -60,7 +60,7 @@ class SharedMemoryReducer(NetworkReducer):
         """Start the reduction of a step's gradients, by the same method in every process."""
         for shared in reversed(self.shared):
             if step >= shared.since and len(shared.places[0]) >= self.places_of(trees):
-                return _SharedMemoryReduction(self, shared, trees, parameters)
+                return self.reduction(shared, trees, parameters)
         return super().begin(trees, parameters, step)
 
     def reserve(self, trees: Forest, since: int) -> None:
@@ -99,12 +99,16 @@ class SharedMemoryReducer(NetworkReducer):
         """Return memory that processes share, uint8 (nbytes,); None if one of them can't."""
         return shared_bytes(self.peers, nbytes)
 
-    def add_up(self, trees: Forest, shared: SharedVectors) -> None:
-        """Compute `shared.totals`; every process must call this method."""
-        add_up_shared(self.peers, trees, shared)
+    def reduction(
+        self, shared: SharedVectors, trees: Forest, parameters: int
+    ) -> SharedMemoryReduction:
+        """Return the reduction of one attempt at a step."""
+        return SharedMemoryReduction(self, shared, trees, parameters)
 
 
-class _SharedMemoryReduction(GradientReduction):
+class SharedMemoryReduction(GradientReduction):
+    """A reduction in shared memory: gradients are written there, and added up at the end."""
+
     def __init__(
         self, reducer: SharedMemoryReducer, shared: SharedVectors, trees: Forest, parameters: int
     ) -> None:
@@ -116,6 +120,7 @@ class _SharedMemoryReduction(GradientReduction):
         self._shared = shared
 
     def total(self) -> list[torch.Tensor]:
+        """Return the sum as flat vectors in this process's own memory."""
         totals = self._flats.new()
         if self._shared.totals is None:
             for flat, total in enumerate(totals):
@@ -123,14 +128,18 @@ class _SharedMemoryReduction(GradientReduction):
                 terms = [vectors[flat] for vectors in rows]
                 add_in_order(self._trees, terms, total)
         else:
-            self._reducer.add_up(self._trees, self._shared)
+            self._add_up()
             for total, shared in zip(totals, self._shared.totals, strict=True):
                 total.copy_(shared)
         self._reducer.sums += 1
         return totals
 
     def drop(self) -> None:
-        pass
+        """End the reduction: nobody waits for this process."""
+
+    def _add_up(self) -> None:
+        """Compute `shared.totals`; every process must come to this."""
+        add_up_shared(self._reducer.peers, self._trees, self._shared)
 
     @property
     def _place(self) -> int:

@@ -227,14 +227,16 @@ def nbytes_of(size: int) -> int:
     return size * _PROCESS_BYTES
 
 
-def shared_rounds(peers: Peers, timeout_s: float) -> SharedRounds | None:
+def shared_rounds(
+    peers: Peers, timeout_s: float, *, spin_s: float = _SPIN_S
+) -> SharedRounds | None:
     """Return rounds through shared memory, or None in every process; each must call this."""
     found = shared_file(peers, nbytes_of(peers.size))
     if found is None:
         return None
     memory, handle = found
     # Who waits must not take the core of the process that it waits for.
-    spin_s = _SPIN_S if peers.size <= usable_cores() else 0.0
+    spin_s = spin_s if peers.size <= usable_cores() else 0.0
     rounds = None
     try:
         locks = Locks(handle, peers.rank)
