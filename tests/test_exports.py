@@ -59,9 +59,9 @@ _EXPORTS = {
     "evenstep.cli.traces": "",
     "evenstep.cli.training": "",
     "evenstep.collectives": """
-        CanonicalSum Forest LocalTransport SumAtOwner Transfer Transport TreePlan TreeSum
-        add_in_order assign_owners canonical_sum connect even_bounds forest start_sum
-        tree_plan tree_sum values_at_once wait_all
+        CanonicalSum Collectives Forest LocalTransport SumAtOwner Transfer Transport TreePlan
+        TreeSum add_in_order assign_owners canonical_sum connect even_bounds forest
+        ranked_sum sent_elements start_sum tree_plan tree_sum values_at_once wait_all
     """,
     "evenstep.comparison": "Cause Finding Run compare find_cause lines_of read_run",
     "evenstep.comparison.page": "page_of",
@@ -78,6 +78,7 @@ _EXPORTS = {
         rounding_notes short_switch_interval torch_settings try_all_gpus try_gpu
         usable_cores
     """,
+    "evenstep.distributed.accelerators": "",
     "evenstep.distributed": """
         Exchange LauncherWatch Peers StatusBoard agree differences follow_the_first
         is_first job_share join listed local_share read_secret refuse_divergence

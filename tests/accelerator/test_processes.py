@@ -1,4 +1,4 @@
-"""Several processes that train on emulated accelerators, whose gradients go through the host."""
+"""Several processes that train on emulated accelerators, with a backend and without."""
 
 import signal
 

@@ -4,11 +4,13 @@ from evenstep.collectives.canonical import CanonicalSum, add_in_order, canonical
 from evenstep.collectives.local import LocalTransport, connect
 from evenstep.collectives.owners import SumAtOwner, assign_owners
 from evenstep.collectives.partition import Forest, forest
+from evenstep.collectives.ranked import Collectives, ranked_sum, sent_elements
 from evenstep.collectives.transport import Transfer, Transport, even_bounds, wait_all
 from evenstep.collectives.tree import TreePlan, TreeSum, tree_plan, tree_sum, values_at_once
 
 __all__ = [
     "CanonicalSum",
+    "Collectives",
     "Forest",
     "LocalTransport",
     "SumAtOwner",
@@ -22,6 +24,8 @@ __all__ = [
     "connect",
     "even_bounds",
     "forest",
+    "ranked_sum",
+    "sent_elements",
     "start_sum",
     "tree_plan",
     "tree_sum",

@@ -183,6 +183,23 @@ def seconds_between(early: torch.Event, late: torch.Event) -> float:
     return float(early.elapsed_time(late)) / 1e3
 
 
+@contextmanager
+def queued_on(stream: torch.Stream) -> Iterator[None]:
+    """Inside `with`, the calling thread's kernels on the stream's device are queued there.
+
+    They run behind those that the thread has launched on the device before.
+    """
+    device = torch.accelerator.current_device_index()
+    before = torch.accelerator.current_stream(stream.device_index)
+    stream.wait_stream(before)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+        torch.accelerator.set_device_index(device)
+
+
 def allocate_on(device: torch.device) -> None:
     """Let the calling thread's new tensors lie on an accelerator where no number is named."""
     torch.accelerator.set_device_index(device.index)

@@ -80,10 +80,11 @@ class FlatSpace:
         """Whether every gradient has the same place in both."""
         return vars(self) == vars(other)
 
-    def new(self) -> list[torch.Tensor]:
-        """Return vectors in fresh memory."""
+    def new(self, device: torch.device | None = None) -> list[torch.Tensor]:
+        """Return vectors in fresh memory of a device, the CPU's by default."""
         sizes = zip(self._lengths, self._dtypes, strict=True)
-        return [torch.empty(length, dtype=dtype) for length, dtype in sizes]
+        place = device or torch.device("cpu")
+        return [torch.empty(length, dtype=dtype, device=place) for length, dtype in sizes]
 
     def over(self, memory: torch.Tensor) -> list[torch.Tensor]:
         """Return vectors that lie in `memory`, uint8 (nbytes,)."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
 from evenstep.collectives import Transfer, Transport, wait_all
+from evenstep.distributed.accelerators.backend import BackendCollectives
 from evenstep.distributed.status_board import StatusBoard
 from evenstep.errors import PeerError
 
@@ -75,7 +77,13 @@ class Peers:
         rank, size: this process's number, and the number of processes.
         on_one_machine: whether all processes are in one network namespace.
         rounds: carry messages: through the transport, or a faster way.
+        timeout_s: the maximum time that a wait may take.
+        connect_accelerators: connects the processes' accelerators, given this one's; None where
+            they may not be connected.
     """
+
+    timeout_s = math.inf
+    connect_accelerators: Callable[[torch.device], BackendCollectives] | None = None
 
     def __init__(
         self,

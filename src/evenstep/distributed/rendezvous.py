@@ -8,9 +8,11 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from evenstep.distributed.accelerators.backend import BackendCollectives, connect_backend
 from evenstep.distributed.gloo import GlooTransport, LateTransport
 from evenstep.distributed.machines.meeting import StoreRounds, machines_of
 from evenstep.distributed.machines.rounds import join_machines
@@ -29,6 +31,8 @@ from evenstep.private_torch.processes import default_store
 
 if TYPE_CHECKING:
     from evenstep.private_torch.processes import Store
+
+_PATIENCE = 2  # times the limit: NCCL ends the process at its own, before an error names the peer
 
 
 def was_launched() -> bool:
@@ -100,6 +104,16 @@ def join(timeout_s: float, interface: str | None = None) -> Peers:
     transport = LateTransport(rank, size, lambda: connected("all", rank, size))
     board = StatusBoard(sealed, rank)
     peers = Peers(transport, hosts, board, on_one_machine=len(machines) == 1)
+    peers.timeout_s = timeout_s
+
+    def connect_accelerators(device: torch.device) -> BackendCollectives:
+        place = dist.distributed_c10d.PrefixStore("accelerators", own)
+        patience_s = _PATIENCE * timeout_s
+        group, name = connect_backend(device.type, place, rank, size, patience_s)
+        return BackendCollectives(group, name, rank, size, device)
+
+    if not secret:  # which no backend of an accelerator tests for
+        peers.connect_accelerators = connect_accelerators
     through_transport, peers.rounds = peers.rounds, meeting
     faster: Rounds | None = None
     if 1 < len(machines) < size:

@@ -23,3 +23,11 @@ GlooOptions: Any = private(
     "choose gloo's network interface",
     needed=False,
 )
+
+BACKENDS: Any = private(
+    "torch.distributed.Backend",
+    "_plugins",
+    "exchange gradients of accelerators that an extension brings, without the CPU",
+    public_way={},
+)
+"""What makes a group of processes, by the backend's name in capitals: of extensions only."""

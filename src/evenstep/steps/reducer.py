@@ -19,6 +19,8 @@ from torch import nn
 from evenstep.batch import ProcessAssignment
 from evenstep.collectives import Forest, TreeSum, forest, tree_plan
 from evenstep.distributed import Exchange, Peers, refuse_wrong_sums
+from evenstep.distributed.accelerators.backend import BackendCollectives
+from evenstep.distributed.accelerators.opening import open_collectives
 from evenstep.distributed.flat_buffers import FlatSpace
 from evenstep.distributed.gradient_reduce import GradientReduction, NetworkReducer
 from evenstep.distributed.machines.reduce import gradient_reducer
@@ -37,7 +39,7 @@ from evenstep.errors import PeerError, text_of
 from evenstep.replicas import Replicas
 from evenstep.shard.forward_backward import Leaf
 from evenstep.shard.gradients import GradientStream, sparse_error
-from evenstep.shard.partial_sum import Add, PartialSum, add, densify
+from evenstep.shard.partial_sum import Add, PartialSum, add, densify, receive
 from evenstep.steps.outputs import pack_outputs, unpack_outputs
 from evenstep.steps.step import Attempt, Step
 
@@ -113,9 +115,13 @@ class ProcessReducer(LocalReducer):
         self.stop_seen: int | None = None
         self._home = replicas.home
         self._sparse = sparse_parameters(self._home.module)
+        self._collectives: BackendCollectives | None = None
         self._flats: FlatSpace
         self._dense: NetworkReducer
         self._lay_out()
+
+    sums_everywhere = True
+    """Whether every process gets the sum of every gradient."""
 
     @property
     def rank(self) -> int:
@@ -130,7 +136,11 @@ class ProcessReducer(LocalReducer):
         Raises:
             WrongSumError: the exchange adds up known numbers wrongly.
         """
-        refuse_wrong_sums(self.peers, self._reducer_of, "the `with` that opens the trainer")
+        call = "the `with` that opens the trainer"
+        if self.sums_everywhere and not self._on_cpus:
+            self._collectives = open_collectives(self.peers, self._home.device, call)
+            self._lay_out()
+        refuse_wrong_sums(self.peers, self._reducer_of, call)
         runs = self.assignment.runs(shards, 0)
         self._dense.reserve(forest(shards, shards, runs), 0)
 
@@ -143,7 +153,7 @@ class ProcessReducer(LocalReducer):
         plan = trees.plans[self.rank]
         attempt.sum.tree = TreeSum(plan, add)
         attempt.sum.sending = self._dense.begin(trees, len(self._home.parameters), attempt.number)
-        gains = self._replicas.on_cpus and len(attempt.sum.sending.buckets) > 1
+        gains = self._may_overlap and len(attempt.sum.sending.buckets) > 1
         return GradientStream(plan, attempt.sum.sending) if may_stream and gains else None
 
     def reduce(self, step: Step) -> tuple[Sequence[Leaf | None], PartialSum]:
@@ -215,6 +225,9 @@ class ProcessReducer(LocalReducer):
                 is_sparse = gradient is not None and gradient.is_sparse
                 if is_sparse and i not in self._sparse and i not in partial.tables:
                     raise sparse_error(self._home, i)
+        for partial in partials:  # their memory is freed while it is copied
+            if partial.fence is not None:
+                receive(partial, self._home.device)
         attempt.sum.sending.write_rest([partial.gradients for partial in partials])
         leaves = [attempt.work.results[shard] for shard in attempt.trees.runs[self.rank]]
         kind = Kind.COMPILED if attempt.work.programs else Kind.EAGER
@@ -280,8 +293,10 @@ class ProcessReducer(LocalReducer):
         self.peers.status_board.note(doing)
 
     def close(self) -> None:
-        """Stop the thread that sends gradients."""
+        """Stop what sends gradients."""
         self._dense.close()
+        if self._collectives is not None:
+            self._collectives.close()
 
     def _lay_out(self) -> None:
         """Choose where gradients lie and how they are reduced."""
@@ -290,7 +305,18 @@ class ProcessReducer(LocalReducer):
 
     def _reducer_of(self, flats: FlatSpace) -> NetworkReducer:
         """Return what sums gradients that have these places."""
-        return gradient_reducer(self.peers, flats, on_cpus=self._on_cpus)
+        return gradient_reducer(
+            self.peers, flats, on_cpus=self._on_cpus, collectives=self._collectives
+        )
+
+    @property
+    def _may_overlap(self) -> bool:
+        """Whether gradients may be sent during backward passes.
+
+        Of accelerators, those of one lane may: several would need an event for each gradient.
+        """
+        one_lane = self._collectives is not None and self._replicas.all == [self._home]
+        return self._replicas.on_cpus or one_lane
 
     def _dense_numbers(self) -> list[int]:
         """Order dense gradients roughly as a backward pass makes them final."""

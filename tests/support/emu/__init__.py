@@ -162,6 +162,12 @@ def host_waits() -> Counter[str]:
     return Counter(_ops().host_waits())
 
 
+def host_copies() -> tuple[int, int]:
+    """Return the copies between devices and the host since the last call, and their bytes."""
+    copies, nbytes = _ops().host_copies()
+    return copies, nbytes
+
+
 @contextlib.contextmanager
 def noting_places() -> Iterator[list[str]]:
     """Inside `with`, note where the host waits: the lines of each wait, innermost first."""

@@ -80,6 +80,7 @@ TORCH_LIBRARY(emu, m) {
   m.def("set_rng_state(int device, Tensor state) -> ()",
         [](int64_t dev, const Tensor& state) { default_gen((int)dev).set_state(state); });
   m.def("collective", &collective);
+  m.def("abort_collectives() -> ()", [] { machine().aborts++; });
 
   // ---- faults on request
   m.def("fail_after(int device, int kernels) -> ()", [](int64_t dev, int64_t kernels) {
@@ -133,6 +134,10 @@ TORCH_LIBRARY(emu, m) {
       reused += pool.reused;
     auto& all = machine();
     return {(int64_t)all.launched, (int64_t)all.synchronous, (int64_t)all.probed, reused};
+  });
+  m.def("host_copies() -> int[]", []() -> std::vector<int64_t> {
+    auto& m = machine();
+    return {(int64_t)m.host_copies.exchange(0), (int64_t)m.host_copied.exchange(0)};
   });
   m.def("host_waits() -> str[]", []() -> std::vector<std::string> {
     Lock lock(machine().mutex);

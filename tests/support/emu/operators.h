@@ -101,6 +101,8 @@ Tensor copy_from(const Tensor& src, const Tensor& dst, bool non_blocking) {
   const bool pinned = is_pinned(host.storage().data());
   if (pinned)
     use_pinned(host, s);
+  machine().host_copies++;
+  machine().host_copied += src.nbytes();
   Tensor cd = v.view(devt), ch;
   if (h2d && non_blocking && !pinned)
     ch = host.clone(); // pageable: staged before the call returns
@@ -205,7 +207,8 @@ TORCH_LIBRARY_IMPL(aten, Negative, m) {
   m.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
 
-// A collective through a CPU process group, at its turn in the current stream.
+// A collective through a CPU process group, at its turn in the current stream. As with NCCL, the stream
+// stands still when another process is lost, until the group is aborted; then it goes on with any content.
 void collective(c10::string_view kind, const c10::intrusive_ptr<c10d::ProcessGroup>& pg, std::vector<Tensor> outs,
                 std::vector<Tensor> ins, int64_t arg, std::vector<int64_t> osplit, std::vector<int64_t> isplit) {
   Views v;
@@ -222,7 +225,11 @@ void collective(c10::string_view kind, const c10::intrusive_ptr<c10d::ProcessGro
   Stream* s = current_stream(dev < 0 ? current_device : dev);
   auto work = std::make_shared<c10::intrusive_ptr<c10d::Work>>();
   std::string k(kind);
+  const uint64_t aborts = machine().aborts;
+  auto is_aborted = [aborts] { return machine().aborts != aborts; };
   auto start = [=]() mutable {
+    if (is_aborted())
+      return;
     if (k == "all_reduce") {
       c10d::AllreduceOptions o;
       o.reduceOp = c10d::ReduceOp((c10d::ReduceOp::RedOpType)arg);
@@ -244,7 +251,9 @@ void collective(c10::string_view kind, const c10::intrusive_ptr<c10d::ProcessGro
   Lock lock(machine().mutex);
   Item w;
   w.name = "collective wait";
-  w.poll = [work] { return !*work || (*work)->isCompleted(); };
+  w.poll = [work, is_aborted] {
+    return !*work || is_aborted() || ((*work)->isCompleted() && !(*work)->exception());
+  };
   push(lock, s, std::move(w));
 }
 }  // namespace emu

@@ -93,6 +93,8 @@ struct Machine {
   bool executor_runs = false, is_stopping = false;
   Clock::time_point last_push = Clock::now();
   std::atomic<uint64_t> launched{0}, synchronous{0}, probed{0};
+  std::atomic<uint64_t> host_copies{0}, host_copied{0};  // between a device and the host, and their bytes
+  std::atomic<uint64_t> aborts{0};  // of all collectives that were queued before
   std::map<std::string, uint64_t> synchronous_ops;
   std::map<std::string, uint64_t> host_waits;  // by what waited
   std::vector<std::shared_ptr<torch::CapturedTraceback>> waiting_places;

@@ -16,6 +16,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import emu
+import emu.backend
 import evenstep
 from zoo import build, make_batches
 
@@ -23,6 +24,7 @@ out, mode, devices, divide, in_flight = sys.argv[1:]
 divide = "" if divide == "nothing" else divide
 emu.load(Path(__file__).parents[3] / "build")
 emu.configure(mode)
+emu.backend.register()
 model = build("batch_norm")
 DIVIDED = {"owners": evenstep.Owners(), "stages": evenstep.Stages("balanced")}
 with evenstep.Trainer(

@@ -19,6 +19,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import emu
+import emu.backend
 import evenstep
 from evenstep.errors import DeviceLostError, PeerError
 from evenstep.shard import partial_sum
@@ -37,6 +38,7 @@ def moved_and_failing(value, replica):
 
 partial_sum._moved = moved_and_failing
 emu.load(Path(__file__).parents[3] / "build")
+emu.backend.register()
 
 
 def train(kernels):

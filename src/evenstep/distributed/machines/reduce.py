@@ -15,6 +15,8 @@ import threading
 import torch
 
 from evenstep.collectives import CanonicalSum, Forest, even_bounds
+from evenstep.distributed.accelerators.backend import BackendCollectives
+from evenstep.distributed.accelerators.reduce import BackendReducer
 from evenstep.distributed.flat_buffers import FlatSpace
 from evenstep.distributed.gradient_reduce import BUCKET_BYTES, NetworkReducer
 from evenstep.distributed.machines.neighbours import Machines
@@ -152,8 +154,16 @@ def _add_up_all(pieces: list[CanonicalSum]) -> list[CanonicalSum]:
     return pieces
 
 
-def gradient_reducer(peers: Peers, flats: FlatSpace, *, on_cpus: bool) -> NetworkReducer:
+def gradient_reducer(
+    peers: Peers,
+    flats: FlatSpace,
+    *,
+    on_cpus: bool,
+    collectives: BackendCollectives | None = None,
+) -> NetworkReducer:
     """Return the fastest reducer that is available."""
+    if collectives is not None:
+        return BackendReducer(peers, flats, BUCKET_BYTES, collectives)
     if on_cpus and isinstance(peers.rounds, MachineRounds):
         return MachineReducer(peers, flats, BUCKET_BYTES, peers.rounds.machines)
     make = SharedMemoryReducer if peers.on_one_machine and on_cpus else NetworkReducer

@@ -32,6 +32,8 @@ class OwnerReducer(ProcessReducer):
         owner_of: the rank of each parameter's owner.
     """
 
+    sums_everywhere = False
+
     def begin(self, attempt: Attempt, add: Add, *, may_stream: bool) -> GradientStream | None:
         """Give an attempt its tree; return what takes gradients during backward passes, if any."""
         if self._in_flight == 1:  # otherwise an update may still need them

@@ -1,0 +1,1 @@
+"""The sum of gradients that lie on accelerators, through their own backend of torch."""
