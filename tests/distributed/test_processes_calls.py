@@ -153,7 +153,8 @@ def test_a_call_of_one_process_at_the_end_of_the_others_is_named_in_all(tmp_path
         ("memory", 8, 2, 1, 0),
         ("memory", 300, 2, 2, 0),  # each process adds up a chunk, and a round ends that
         ("network", 8, 3, 1, 2 * 2),  # to each other process: a report, and gradients
-        ("network", 300, 2, 1, 3),  # a report, a chunk, and the sum of a chunk
+        ("network", 300, 2, 1, 2),  # of two processes, none sends more bytes in one round
+        ("network", 600, 2, 1, 3),  # a report, a chunk, and the sum of a chunk
     ],
 )
 def test_a_step_takes_as_few_messages_and_calls_of_threads_as_it_can(
