@@ -3,6 +3,7 @@
 The arguments: the system ("linux", "win32", "darwin"), and a folder to work in.
 """
 
+import contextlib
 import importlib
 import json
 import os
@@ -21,6 +22,8 @@ NEEDED = """jinja2 optree pooch rich.console rich.progress rich.table safetensor
     torch.utils.data tqdm"""
 for name in NEEDED.split():
     importlib.import_module(name)
+with contextlib.suppress(ImportError):
+    importlib.import_module("matplotlib.font_manager")
 system, folder = sys.argv[1:]
 os.chdir(folder)
 take_away(system)

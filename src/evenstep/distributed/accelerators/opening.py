@@ -28,13 +28,13 @@ def open_collectives(peers: Peers, device: Device, call: str) -> BackendCollecti
         device: where the sum of the gradients is needed.
         call: the trainer's method that opens the exchange.
     """
-    kind = device.kind if device.is_accelerator else "cpu"
-    kinds = [*map(bytes.decode, peers.gather(kind.encode(), Exchange(call, "its first device")))]
+    own_kind = device.kind.encode()
+    kinds = [*map(bytes.decode, peers.gather(own_kind, Exchange(call, "its first device")))]
     found: BackendCollectives | None = None
     reason = ""
     if len({*kinds}) > 1:
         reason = f"the processes' first devices are of different kinds ({', '.join(kinds)})"
-    elif kind == "cpu":
+    elif not device.is_accelerator:
         reason = "the processes' first devices are CPUs"
     elif peers.connect_accelerators is None:
         reason = "the job has a secret, which only gloo's connections are tested for"
