@@ -69,7 +69,8 @@ def _prepared(job: Job, quick: bool) -> Job:
     if not quick:
         return job
     network = {"chargpt": "chargpt-small"}.get(job.network, job.network)
-    return dataclasses.replace(job, network=network, examples=8, shape=(1, 28, 28), steps=2)
+    few = {"examples": 8, "shape": (1, 28, 28), "warmup_steps": 1, "steps": 1}
+    return dataclasses.replace(job, network=network, **few)
 
 
 def _made(job: Job, device: str = "cpu") -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -216,7 +217,7 @@ def speed(job: Job, device: str, *, quick: bool) -> Figures:
     runs: dict[str, Run] = {}
     with ExitStack() as opened:
         for name, contender in contenders.items():
-            run = _warmed_up(opened, contender)
+            run = _warmed_up(opened, contender, job.warmup_steps)
             if isinstance(run, str):
                 found[name] = {"error": run}
             else:
@@ -235,11 +236,11 @@ def speed(job: Job, device: str, *, quick: bool) -> Figures:
     return {**size, "holds": not failed, "contenders": found}
 
 
-def _warmed_up(opened: ExitStack, contender: AbstractContextManager[Run]) -> Run | str:
-    """Return what takes a contender's steps, after three; its error if there is one."""
+def _warmed_up(opened: ExitStack, contender: AbstractContextManager[Run], steps: int) -> Run | str:
+    """Return what takes a contender's steps, after some; its error if there is one."""
     try:
         run = opened.enter_context(contender)
-        _timed(run, WARMUP)
+        _timed(run, steps)
     except Exception as error:
         return f"{type(error).__name__}: {error}"[:300]
     return run
