@@ -127,6 +127,8 @@ def tables(document: Mapping[str, Any]) -> dict[str, Table]:
         plain = {what: by_round(runs, what, variant=f"{group}.plain") for what in ("ms", "peak")}
         for by, label in TRAINED_BY.items():
             own = {what: by_round(runs, what, variant=f"{group}.{by}") for what in ("ms", "peak")}
+            if not own["ms"]:
+                continue
             names = [gradients, optimizer, examples, label]
             is_ours = by.startswith("evenstep")
             ratios = paired_ratios(own["ms"], plain["ms"])
