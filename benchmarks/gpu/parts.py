@@ -305,3 +305,6 @@ PARTS: Mapping[str, Callable[..., Figures]] = {
     **_named("speed.gpt", speed, tf32=job_of("chargpt", 64, 0, "tf32")),
 }
 """By name, in the order of their worth."""
+
+NOT_QUICK = ("speed.resnet18.bf16",)
+"""Parts that small sizes don't make quick: bf16 convolutions on a CPU that lacks bf16."""
