@@ -178,35 +178,45 @@ class Noticed(Counting):
         return super().send(tensor, to, tag)
 
 
-def test_a_bucket_crosses_the_cable_while_others_are_computed():
-    job = Job(2, 2, made=Noticed)
+def on_two_machines(function, made=Counting):
+    """Return `function(rank, peers, reducer)` of the four processes of two machines."""
+    job = Job(2, 2, made=made)
 
     def run(rank):
         peers = job.joined(rank)
         reducer = reducer_of(peers, FOUR)
-        reduction = reducer.begin(FOUR, len(PARAMETERS), 0)
+        try:
+            return function(rank, peers, reducer)
+        finally:
+            reducer.close()
+
+    return on_each(range(4), run)
+
+
+def begun(reducer):
+    return reducer.begin(FOUR, len(PARAMETERS), 0)
+
+
+def test_a_bucket_crosses_the_cable_while_others_are_computed():
+    def run(rank, peers, reducer):
+        reduction = begun(reducer)
         last = len(reduction.buckets) - 1
         (own,) = partials_of(FOUR, rank)
         reduction.write(last, 0, [own[i] for i in reduction.buckets[last].numbers])
         has_crossed = peers.rounds.machines.column.has_sent.wait(20)
         reduction.write_rest([own])
-        found = total_of(peers, reduction)
-        reducer.close()
-        return has_crossed, found
+        return has_crossed, total_of(peers, reduction)
 
-    for has_crossed, found in on_each(range(4), run):
+    for has_crossed, found in on_two_machines(run, Noticed):
         assert has_crossed
         assert_same_bits(found, sum_in_one_place(8))
 
 
 def test_a_bucket_waits_for_all_processes_of_its_machine():
-    job = Job(2, 2, made=Noticed)
     others_have_written = threading.Barrier(4)
 
-    def run(rank):
-        peers = job.joined(rank)
-        reducer = reducer_of(peers, FOUR)
-        reduction = reducer.begin(FOUR, len(PARAMETERS), 0)
+    def run(rank, peers, reducer):
+        reduction = begun(reducer)
         if rank != 1:
             reduction.write_rest(partials_of(FOUR, rank))
         others_have_written.wait(20)
@@ -214,55 +224,40 @@ def test_a_bucket_waits_for_all_processes_of_its_machine():
         others_have_written.wait(20)
         if rank == 1:
             reduction.write_rest(partials_of(FOUR, rank))
-        found = total_of(peers, reduction)
-        reducer.close()
-        return has_sent, found
+        return has_sent, total_of(peers, reduction)
 
-    both = on_each(range(4), run)
+    both = on_two_machines(run, Noticed)
     assert [has_sent for has_sent, _ in both] == [False, False, True, True]
     for _, found in both:
         assert_same_bits(found, sum_in_one_place(8))
 
 
 def test_after_a_reduction_that_was_dropped_the_next_one_has_the_right_bits():
-    job = Job(2, 2)
-
-    def run(rank):
-        peers = job.joined(rank)
-        reducer = reducer_of(peers, FOUR)
-        dropped = reducer.begin(FOUR, len(PARAMETERS), 0)
+    def run(rank, peers, reducer):
+        dropped = begun(reducer)
         if rank % 2:
             dropped.write_rest(partials_of(FOUR, (rank + 1) % 4))
         dropped.drop()
-        again = reducer.begin(FOUR, len(PARAMETERS), 0)
+        again = begun(reducer)
         again.write_rest(partials_of(FOUR, rank))
-        found = total_of(peers, again)
-        reducer.close()
-        return found
+        return total_of(peers, again)
 
-    for found in on_each(range(4), run):
+    for found in on_two_machines(run):
         assert_same_bits(found, sum_in_one_place(8))
 
 
 def test_everybody_ends_if_one_leaves_with_buckets_unsent_and_its_neighbour_names_it():
-    job = Job(2, 2)
-
-    def run(rank):
-        peers = job.joined(rank)
-        reducer = reducer_of(peers, FOUR)
-        reduction = reducer.begin(FOUR, len(PARAMETERS), 0)
+    def run(rank, peers, reducer):
+        reduction = begun(reducer)
         if rank == 2:
-            peers.close()
-            reducer.close()
-            return None
+            return peers.close()
         reduction.write_rest(partials_of(FOUR, rank))
         with pytest.raises(PeerError, match="rank ") as caught:
             reduction.total()
         peers.close()
-        reducer.close()
         return caught.value.rank
 
-    assert on_each(range(4), run)[3] == 2
+    assert on_two_machines(run)[3] == 2
 
 
 def test_each_process_of_a_machine_knows_what_all_others_say():
