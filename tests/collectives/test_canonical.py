@@ -123,3 +123,16 @@ def test_a_process_that_sends_nothing_is_named():
         return caught.value.rank
 
     assert on_each_of(2, part, timeout_s=0.05) == [1, None]
+
+
+@pytest.mark.parametrize(
+    ("processes", "partials", "most"),
+    [
+        (2, 2, 1 << 20),  # n bytes in one round, n / 2 twice in two
+        (2, 4, 128 << 10),  # 2 n, and n + n / 2
+        (3, 3, 96 << 10),  # 2 n, and 2 n / 3 twice
+    ],
+)
+def test_one_round_sends_at_most_64_kib_more_than_two(processes, partials, most):
+    assert canonical.takes_one_round(processes, partials, most)
+    assert not canonical.takes_one_round(processes, partials, most + 4)
