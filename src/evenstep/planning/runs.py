@@ -70,6 +70,11 @@ def measured_run(file: str | Path) -> MeasuredRun:
     Raises:
         InputError: the file is something else.
     """
+    if not Path(file).exists():
+        raise InputError(
+            f"{file} does not exist: give a file that evenstep train --json FILE or --trace FILE "
+            f"wrote"
+        )
     results = _results(Path(file))
     if results is None:
         return _run_of_trace(file)
