@@ -103,9 +103,19 @@ def forget():
 def train(evenstep):
     from evenstep.options import Experiment
     torch.manual_seed(0)
+
+    class Product(torch.nn.Module):  # with a buffer at an odd address, which can be moved
+        def __init__(self, inputs, outputs):
+            super().__init__()
+            memory = torch.randn(1 + inputs * outputs).untyped_storage()
+            self.register_buffer("factor", torch.empty(0).set_(memory, 1, (inputs, outputs)))
+
+        def forward(self, x):
+            return x @ self.factor
+
     model = torch.nn.Sequential(
         torch.nn.Conv2d(1, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Dropout(0.5),
-        torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(4 * 36, 3),
+        torch.nn.ReLU(), torch.nn.Flatten(), Product(4 * 36, 17), torch.nn.Linear(17, 3),
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     X, y = torch.randn(16, 1, 8, 8), torch.arange(16) % 3

@@ -321,7 +321,7 @@ def test_the_users_own_thread_draws_beside_a_training(name, devices):
     assert [float(value) for value in losses] == reference_losses
 
 
-class Nested(nn.Module):
+class NestedDeeply(nn.Module):
     """Blocks that are computed again, each inside the one before."""
 
     def __init__(self, depth):
@@ -345,7 +345,7 @@ def test_numbers_that_a_thread_of_autograds_own_would_draw_are_refused():
     """
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
         for check in ("first", "off"):
-            trained(Nested(10), BATCHES, 2, check=check)
+            trained(NestedDeeply(10), BATCHES, 2, check=check)
             refused = process.submit(trained, Nested(70), BATCHES, 2, check=check)
             with pytest.raises(ModelError, match="use_reentrant=False"):
                 refused.result()

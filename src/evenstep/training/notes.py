@@ -145,12 +145,17 @@ class Notes:
     def note_copies(self, names: Sequence[str]) -> None:
         """Note that devices compute on copies of the model, since these tensors lie badly."""
         if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            all_of_them = (
+                f"{names[0]} and {len(names) - 1} more of the model don't begin at multiples"
+                if len(names) > 1
+                else f"{names[0]} of the model doesn't begin at a multiple"
+            )
             self.lines.append(
-                f"{names[0]}{more} of the model don't begin at multiples of 64 bytes, and "
+                f"{all_of_them} of 64 bytes, and "
                 f"something else may hold their memory (a flat tensor, a numpy array, a mapped "
                 f"file), so the devices compute on copies, which every step updates. To spare "
-                f"them: for one in model.parameters(): one.data = one.data.clone()"
+                f"them: for one in (*model.parameters(), *model.buffers()): "
+                f"one.data = one.data.clone()"
             )
 
     def say_mode(self, model: nn.Module) -> None:
