@@ -81,8 +81,9 @@ _EXPORTS = {
     "evenstep.distributed.accelerators": "",
     "evenstep.distributed": """
         Exchange LauncherWatch Peers StatusBoard agree differences follow_the_first
-        is_first job_share join listed local_share read_secret refuse_divergence
-        refuse_wrong_sums restarts shared_bytes show_reported_errors_in_one_line was_launched
+        is_first job_share join listed local_share machine_count read_secret
+        refuse_divergence refuse_wrong_sums restarts shared_bytes
+        show_reported_errors_in_one_line was_launched
     """,
     "evenstep.distributed.machines": "",
     "evenstep.distributed.owners": "",

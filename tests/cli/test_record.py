@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evenstep.cli.training.loop import processes_and_machines
 from evenstep.cli.training.record import TrainRecord
 
 KEYS = [
@@ -63,3 +64,20 @@ def test_a_record_of_version_0_1_0_is_read():
     values = json.loads(a_record().to_json())
     del values["fingerprint_2"], values["facts"]
     assert TrainRecord.from_json(json.dumps(values)) == a_record(fingerprint_2="", facts={})
+
+
+@pytest.mark.parametrize(
+    ("agents", "machines"),
+    [
+        ("2", 2),  # as torchrun counts them, whatever this machine has
+        (None, 3),  # by the processes of this one: 5 in pairs
+    ],
+)
+def test_machines_are_those_of_the_launcher(agents, machines, monkeypatch):
+    variables = {"TORCHELASTIC_RUN_ID": "job", "WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("GROUP_WORLD_SIZE", raising=False)
+    if agents:
+        monkeypatch.setenv("GROUP_WORLD_SIZE", agents)
+    assert processes_and_machines() == {"processes": 5, "machines": machines}

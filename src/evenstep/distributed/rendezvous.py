@@ -61,6 +61,16 @@ def job_share() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def machine_count() -> int:
+    """Return how many machines the job has, as its launcher counts them (`GROUP_WORLD_SIZE`).
+
+    Without that variable, all machines are taken to have as many processes as this one.
+    """
+    processes, here = job_share()[1], local_share()[1]
+    launched = os.environ.get("GROUP_WORLD_SIZE") if was_launched() else None
+    return int(launched) if launched else -(-processes // here)
+
+
 def is_first() -> bool:
     """Whether this process is the first of its job, or the only one."""
     return job_share()[0] == 0

@@ -21,7 +21,7 @@ from evenstep.cli.training.saver import Saver
 from evenstep.cli.training.setup import train_batches
 from evenstep.cli.training.stop import StopRequest
 from evenstep.data import Loader
-from evenstep.distributed import job_share, local_share, was_launched
+from evenstep.distributed import job_share, machine_count, was_launched
 from evenstep.errors import ClosedError, NonFiniteLossError, SaveError
 from evenstep.models.registry import blamed_on_model
 from evenstep.training.trainer import Trainer
@@ -161,5 +161,4 @@ def _record(training: Training, progress: Progress, accuracy: float) -> TrainRec
 
 def processes_and_machines() -> dict[str, int]:
     """Return the numbers of processes and of machines that train together."""
-    processes, here = job_share()[1], local_share()[1]
-    return {"processes": processes, "machines": -(-processes // here)}
+    return {"processes": job_share()[1], "machines": machine_count()}
