@@ -3,15 +3,9 @@
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from evenstep.arithmetic import native
-
-
-def runnable() -> list[str]:
-    widest = torch.backends.cpu.get_cpu_capability()
-    fit = {"AVX512": ["plain", "avx2", "avx512"], "AVX2": ["plain", "avx2"]}.get(widest, ["plain"])
-    return [variant for variant in fit if variant in native.variants()]
+from variants import runnable
 
 
 @pytest.fixture(params=["plain", "avx2", "avx512"])

@@ -21,6 +21,7 @@ from interrupting import (
     BATCHES,
     LAYOUTS,
     QUICK,
+    TRACED,
     InTwoCalls,
     OutsideError,
     Training,
@@ -144,6 +145,7 @@ def gradients_of(model):
     return [None if one.grad is None else one.grad.clone() for one in model.parameters()]
 
 
+@TRACED
 @by_ctrl_c_or_thrown
 @pytest.mark.parametrize("layout", ["one", "in flight"])
 def test_an_accumulating_backward_pass_is_made_or_not(layout, act):

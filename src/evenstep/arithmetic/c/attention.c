@@ -42,10 +42,8 @@ static void times(long rows, long columns, long depth, struct matrix a, struct m
 static void weigh(long sources, const float *scores, float *weights) {
   int sees_none = 1;
   for (long i = 0; i < sources; i++) sees_none &= scores[i] == -__builtin_inff();
-  if (sees_none)
-    memset(weights, 0, sources * sizeof(float));
-  else
-    softmax(0, 1, sources, 1, scores, weights);
+  if (sees_none) memset(weights, 0, sources * sizeof(float));
+  else softmax(0, 1, sources, 1, scores, weights);
 }
 
 /* weights = softmax(scale * query key^T + mask), contiguous; out = weights value, which lies as

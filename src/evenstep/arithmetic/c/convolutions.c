@@ -66,8 +66,7 @@ static void copy_row(const struct axis *axis, long plane, const float *from, flo
   }
   long stride = axis->step * axis->source_stride;
   for (long i = 0; i < begin; i++) to[i] = 0;
-  if (stride == 1)
-    copy_floats(end - begin, from, to + begin);
+  if (stride == 1) copy_floats(end - begin, from, to + begin);
   else
     for (long i = begin; i < end; i++) to[i] = from[(i - begin) * stride];
   for (long i = end; i < axis->pitch; i++) to[i] = 0;
@@ -274,10 +273,8 @@ static void add_row(const struct tables *t, long width, const float *of_out, lon
     for (long k = 0; k < t->taps; k++) {
       const float *x = from + at + t->source_depth[k];
       float *sum = sums + k * LANES;
-      if (n == LANES)
-        EACH_OF_SUMS(sum[i] = fma32(row[i], x[i], sum[i]))
-      else
-        EACH_OF_SUMS(sum[i] = i < n ? fma32(row[i], x[i], sum[i]) : sum[i])
+      if (n == LANES) EACH_OF_SUMS(sum[i] = fma32(row[i], x[i], sum[i]))
+      else EACH_OF_SUMS(sum[i] = i < n ? fma32(row[i], x[i], sum[i]) : sum[i])
     }
   }
 }

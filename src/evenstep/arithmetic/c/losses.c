@@ -56,8 +56,7 @@ INLINE void softmax_rows(long log, long rows, long n, const float *x, float *out
       for (long i = row * n; i < (row + 1) * n; i++) to[i] = in[i] - most;
     }
     sum_exponentials(count, n, to, log ? 0 : to, sums);
-    if (log)
-      for (long row = 0; row < count; row++) sums[row] = log32(sums[row]);
+    for (long row = 0; log && row < count; row++) sums[row] = log32(sums[row]);
     for (long row = 0; row < count; row++)
       for (long i = row * n; i < (row + 1) * n; i++)
         to[i] = log ? to[i] - sums[row] : to[i] / sums[row];

@@ -69,8 +69,7 @@ PORTABLE void box_means(long planes, long channels, const int64_t *shape, const 
     const float *divisor = divisors;
     for (long d = 0; d < b.boxes_d; d++)
       for (long h = 0; h < b.boxes_h; h++) {
-        if (channels == 1)
-          means_of_columns(b, d, h, divisor, in, out, sum);
+        if (channels == 1) means_of_columns(b, d, h, divisor, in, out, sum);
         else
           for (long w = 0; w < b.boxes_w; w++)
             means_of_channels(b, d, h, w, channels, divisor[w], in, out + w * channels);

@@ -22,12 +22,12 @@
 INLINE long smaller(long a, long b) { return a < b ? a : b; }
 INLINE long larger(long a, long b) { return a > b ? a : b; }
 
-/* Copy numbers, eight at a time, without a call. */
-INLINE void copy_floats(long count, const float *from, float *to) {
-  long i = 0;
-  for (; i + 8 <= count; i += 8) memcpy(to + i, from + i, 8 * sizeof(float));
-  if (count & 4) memcpy(to + i, from + i, 4 * sizeof(float)), i += 4;
-  for (long end = i + (count & 3); i < end; i++) to[i] = from[i];
+/* Copy numbers, eight at a time, without a call. The last ones may be copied twice. */
+INLINE void copy_floats(long n, const float *from, float *to) {
+  for (long i = 0; i + 8 <= n; i += 8) memcpy(to + i, from + i, 32);
+  if (n >= 8) memcpy(to + n - 8, from + n - 8, 32);
+  else if (n >= 4) memcpy(to, from, 16), memcpy(to + n - 4, from + n - 4, 16);
+  else for (long i = 0; i < n; i++) to[i] = from[i];
 }
 
 INLINE uint32_t bits_of(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }

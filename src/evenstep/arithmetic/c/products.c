@@ -18,13 +18,16 @@
 #define EACH_SIZE(do) do(1) do(2) do(3) do(4)
 #endif
 #define COLUMNS (2 * LANES)
-#define DEPTH_BLOCK 256
-#define ROW_BLOCK 192
+#define DEPTH_BLOCK (LANES == 16 ? 256 : 320)
+#define ROW_BLOCK (LANES == 16 ? 192 : 96)
 #define COLUMN_BLOCK 1024
 #define FEW_COLUMNS 512 /* for which packing a would cost more than it brings */
 
 _Static_assert(ROW_BLOCK % ROWS == 0 && COLUMN_BLOCK % COLUMNS == 0, "whole panels");
 _Static_assert(DEPTH_BLOCK * (ROW_BLOCK + COLUMN_BLOCK + 4) <= MULTIPLY_SCRATCH, "scratch");
+
+/* Sums are written as vectors: as numbers, the compiler copies them twice. */
+typedef float vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 /* Rows are unrolled, and columns become vectors, so that all sums stay in registers. */
 #define EACH_ROW(rows, ...)                                                                       \
@@ -53,7 +56,9 @@ INLINE void tile(int is_packed, int rows, int columns, long depth, const float *
     x = a + a_depth[k], y = b + b_depth[k];
     EACH_ROW(rows, sum[i][j] = fma32(A(i), y[j], sum[i][j]))
   }
-  EACH_ROW(rows, c[c_row[i] + j] = sum[i][j])
+  for (int i = 0; i < rows; i++)
+    for (int j = 0; j < columns; j += LANES)
+      *(vector *)(c + c_row[i] + j) = *(vector *)(sum[i] + j);
 #undef A
 }
 
@@ -160,12 +165,14 @@ INLINE void pack(long lanes, long depth, const float *from, const long *lane, co
                  int is_contiguous, float *to, long width) {
   for (long x = 0; x < lanes;) {
     long run = run_length(lane + x, lanes - x);
-    if (run < 4 && x + 8 <= lanes)
-      pack_lanes(8, depth, from, lane + x, step, is_contiguous, to + x, width), x += 8;
-    else if (run < 4 && x + 4 <= lanes)
-      pack_lanes(4, depth, from, lane + x, step, is_contiguous, to + x, width), x += 4;
-    else
+    if (run >= 4 || lanes < 4)
       pack_run(run, depth, from + lane[x], step, to + x, width), x += run;
+    else if (x + 8 <= lanes)
+      pack_lanes(8, depth, from, lane + x, step, is_contiguous, to + x, width), x += 8;
+    else { /* the last four may overlap those before */
+      x = smaller(x, lanes - 4);
+      pack_lanes(4, depth, from, lane + x, step, is_contiguous, to + x, width), x += 4;
+    }
   }
 }
 
@@ -190,25 +197,14 @@ struct block {
 /* c = fma(beta, addend, alpha * c), for a tile */
 static void finish(const struct product *p, long row, long rows, long column, long columns,
                    float *c, const long *c_row) {
+  float alpha = p->alpha, beta = p->beta;
   for (long i = 0; i < rows; i++) {
     float *to = c + c_row[i];
-    if (!p->addend) {
-      for (long j = 0; j < columns; j++) to[j] = p->alpha * to[j];
-      continue;
-    }
-    const float *addend = p->addend + (row + i) * p->addend_row + column * p->addend_column;
-    if (p->addend_column == 1)
-      for (long j = 0; j < columns; j++) to[j] = fma32(p->beta, addend[j], p->alpha * to[j]);
-    else
-      for (long j = 0; j < columns; j++)
-        to[j] = fma32(p->beta, addend[j * p->addend_column], p->alpha * to[j]);
+    long at = (row + i) * p->addend_row + column * p->addend_column;
+    for (long j = 0; !p->addend && j < columns; j++) to[j] = alpha * to[j];
+    for (long j = 0; p->addend && j < columns; j++)
+      to[j] = fma32(beta, p->addend[at + j * p->addend_column], alpha * to[j]);
   }
-}
-
-/* Copy columns that lie one behind the other. */
-INLINE void move(const float *from, const long *from_row, float *to, const long *to_row, long rows,
-                 long columns) {
-  for (long i = 0; i < rows; i++) copy_floats(columns, from + from_row[i], to + to_row[i]);
 }
 
 /* Copy a tile from c to `own`, or back: transposed by fours where rows lie one behind the other. */
@@ -230,8 +226,16 @@ static void exchange(float *c, const long *c_row, const long *c_column, float *o
       continue;
     }
     run = run_length(at, columns - j);
-    if (is_back) move(own + j, own_row, c + at[0], c_row, rows, run);
-    else move(c + at[0], c_row, own + j, own_row, rows, run);
+    int are_apart = run == 1;
+    while (are_apart && j + run < columns && at[run] > at[run - 1] + 1) run++;
+    for (long i = 0; i < rows; i++) {
+      float *there = c + c_row[i], *here = own + own_row[i] + j;
+      for (long x = 0; are_apart && x < run; x++)
+        if (is_back) there[at[x]] = here[x];
+        else here[x] = there[at[x]];
+      if (!are_apart && is_back) copy_floats(run, here, there + at[0]);
+      else if (!are_apart) copy_floats(run, there + at[0], here);
+    }
   }
 }
 
@@ -291,11 +295,13 @@ INLINE int is_near(const long *depth_table, long depth) {
   return depth > 0 && depth_table[depth - 1] - depth_table[0] < 4096;
 }
 
-/* Whether a is read in place: for few columns, unless it is far apart, or the rows of a tile would take
-   the same few places in the processor's first cache. */
+/* Whether a is read in place: for few columns, unless its depth lies apart, or the rows of a tile would
+   take the same few places in the processor's first cache. */
 static int can_stay(const struct block *block, const long *a_row, const long *a_depth) {
   if (is_contiguous(a_row, block->rows)) return is_near(a_depth, block->depth);
-  return block->columns <= FEW_COLUMNS && block->rows > 1 && (a_row[1] - a_row[0]) % 512 != 0;
+  int is_apart = block->depth > 1 && a_depth[1] - a_depth[0] != 1;
+  return block->columns <= FEW_COLUMNS && block->rows > 1 && !is_apart &&
+         (a_row[1] - a_row[0]) % 512 != 0;
 }
 
 /* Compute one block. */
@@ -329,7 +335,8 @@ void multiply(const struct product *p, float *scratch) {
     block.columns = smaller(COLUMN_BLOCK, p->columns - block.column);
     block.depth_at = 0;
     do {
-      block.depth = smaller(DEPTH_BLOCK, p->depth - block.depth_at);
+      long left = p->depth - block.depth_at, blocks = (left + DEPTH_BLOCK - 1) / DEPTH_BLOCK;
+      block.depth = blocks ? (left + blocks - 1) / blocks : 0; /* as equal as they can be */
       block.is_begun = p->is_begun || block.depth_at > 0;
       block.is_last = !p->is_partial && block.depth_at + block.depth == p->depth;
       for (block.row = 0; block.row < p->rows; block.row += ROW_BLOCK) {

@@ -27,7 +27,7 @@ struct product {
 #define NOWHERE (-1L)
 
 /* Of so many rows or fewer, b is read in place where its columns lie one behind the other. */
-#define FEW_ROWS 12
+#define FEW_ROWS 36
 
 /* The working memory of `multiply`, in floats; its address is a multiple of 64 bytes. */
 #define MULTIPLY_SCRATCH (1L << 19)
