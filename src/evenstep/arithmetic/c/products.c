@@ -165,7 +165,7 @@ INLINE void pack(long lanes, long depth, const float *from, const long *lane, co
                  int is_contiguous, float *to, long width) {
   for (long x = 0; x < lanes;) {
     long run = run_length(lane + x, lanes - x);
-    if (run >= 4 || lanes < 4)
+    if (run >= 4 || lanes < 4 || (run > 1 && lanes - x < 4))
       pack_run(run, depth, from + lane[x], step, to + x, width), x += run;
     else if (x + 8 <= lanes)
       pack_lanes(8, depth, from, lane + x, step, is_contiguous, to + x, width), x += 8;
