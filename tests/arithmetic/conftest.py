@@ -5,13 +5,12 @@ from collections.abc import Iterator
 import pytest
 
 from evenstep.arithmetic import native
-from variants import runnable
 
 
 @pytest.fixture(params=["plain", "avx2", "avx512"])
 def variant(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run a test once with each variant's functions."""
-    if request.param not in runnable():
+    if request.param not in native.runnable():
         pytest.skip(f"this processor can't run the variant {request.param}")
     with native.using(request.param):
         yield request.param

@@ -13,7 +13,6 @@ from evenstep.arithmetic.mode import PortableMode
 from evenstep.errors import ModelError
 from exact_floats import odd_values, same
 from ulps import error, exact, values, worst
-from variants import runnable
 
 inf, nan, pi = math.inf, math.nan, math.pi
 
@@ -266,7 +265,7 @@ def test_place_in_an_array_does_not_matter(variant, name):
 def test_variants_agree(name):
     x = torch.cat([odd_values(20000, 6), values(5000)])
     run_by = {}
-    for variant in runnable():
+    for variant in native.runnable():
         with native.using(variant):
             run_by[variant] = portable(name, x)
     first, *others = run_by.values()

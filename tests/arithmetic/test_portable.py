@@ -1,6 +1,7 @@
 """Portable arithmetic around code and in trainers: what it reaches, and what it refuses."""
 
 import functools
+import os
 import re
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from torch import nn
 import evenstep
 from evenstep import Layout, Owners, Stages
 from evenstep.arithmetic import is_portable_here, native
-from evenstep.arithmetic.compile import compiler
+from evenstep.arithmetic.compile import LIBRARIES, compiler
 from evenstep.engine import InlineLanes
 from evenstep.errors import ContractError, InputError, ModelError
 
@@ -109,7 +110,20 @@ compile.compile_all(Path({str(tmp_path)!r}))
     if compiler() is None:
         pytest.skip("there is no C compiler")
     subprocess.run([sys.executable, "-c", code], check=True)
-    assert sorted(path.stem for path in tmp_path.glob("*.so")) == native.variants()
+    made, ours = (sorted(path.stem for path in at.glob("*.so")) for at in (tmp_path, LIBRARIES))
+    assert made == ours
+
+
+@pytest.mark.parametrize("variant", ["sse", "avx512"])
+def test_a_variant_that_this_processor_cannot_run_is_refused(variant):
+    if variant in native.runnable():
+        pytest.skip("this processor runs all variants")
+    environment = {**os.environ, "EVENSTEP_PORTABLE": variant}
+    code = "from evenstep.arithmetic import native; native.library()"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert f"EVENSTEP_PORTABLE={variant}: expected one of plain" in done.stderr
 
 
 def test_an_unlisted_function_of_integers_is_refused():

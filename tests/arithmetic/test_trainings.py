@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from evenstep.arithmetic import native
 from launched import alone, apart
 from portable_trainings import TRAININGS, fingerprint, trained
-from variants import runnable
 
 TABLE = Path(__file__).with_name("fingerprints.json")
 FINGERPRINTS = json.loads(TABLE.read_text())["fingerprints"]
 """As one processor gave them: what `python tests/support/portable_trainings.py` prints."""
 
-SMALLER = "avx2" if "avx2" in runnable() else "plain"
+SMALLER = "avx2" if "avx2" in native.runnable() else "plain"
 ARM = Path(__file__).parents[2] / "build" / "arm" / "python"
 
 PROGRAM = Path(__file__).parents[1] / "support" / "portable_trainings.py"
@@ -104,7 +104,7 @@ def test_a_resume_on_a_different_processor_has_the_same_bits(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["plain", "avx2", "avx512"])
 def test_no_variant_of_the_c_part_moves_a_bit(variant):
-    if variant not in runnable():
+    if variant not in native.runnable():
         pytest.skip(f"this processor can't run the variant {variant}")
     names = [name for name in TRAININGS if variant != "plain" or not name.startswith("ResNet")]
     found = fingerprints_with({"EVENSTEP_PORTABLE": variant}, *names)

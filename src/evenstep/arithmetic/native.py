@@ -15,7 +15,7 @@ from evenstep.arithmetic.compile import LIBRARIES, ON_WINDOWS
 from evenstep.errors import InputError
 
 _ALIGNMENT = 64  # bytes
-
+_VARIANTS = ("plain", "avx2", "avx512")  # each runs on fewer processors
 
 _KINDS = {"p": ctypes.c_void_p, "l": ctypes.c_long, "f": ctypes.c_float, "d": ctypes.c_double}
 
@@ -61,10 +61,11 @@ def library(variant: str | None = None) -> ctypes.CDLL:
     """Load the library for this processor, or that of a variant.
 
     Raises:
-        InputError: evenstep was installed without its C part, or there is no such variant.
+        InputError: evenstep was installed without its C part, there is no such variant, or the
+            processor can't run it.
     """
-    plain = LIBRARIES / "plain.so"
-    if not plain.exists():
+    fit = runnable()
+    if not fit:
         if sys.platform == "win32":
             raise InputError(ON_WINDOWS)
         raise InputError(
@@ -73,20 +74,28 @@ def library(variant: str | None = None) -> ctypes.CDLL:
             "`python -m evenstep.arithmetic.compile`"
         )
     if variant is None:
-        chooser = ctypes.CDLL(str(plain))
-        chooser.portable_variant.restype = ctypes.c_char_p
-        variant = chooser.portable_variant().decode()
-    path = LIBRARIES / f"{variant}.so"
-    if not path.exists():
-        raise InputError(f"EVENSTEP_PORTABLE={variant}: expected one of {', '.join(variants())}")
-    found = ctypes.CDLL(str(path))
+        variant = _variant(asks=True)
+    if variant not in fit:
+        raise InputError(f"EVENSTEP_PORTABLE={variant}: expected one of {', '.join(fit)}")
+    found = ctypes.CDLL(str(LIBRARIES / f"{variant}.so"))
     found.portable_name.restype = ctypes.c_char_p
     return found
 
 
-def variants() -> list[str]:
-    """Return the names of the libraries that were compiled, which this processor may not run."""
-    return sorted(path.stem for path in LIBRARIES.glob("*.so"))
+def runnable() -> list[str]:
+    """Return the variants that were compiled and that this processor runs, the smallest first."""
+    if not (LIBRARIES / "plain.so").exists():
+        return []
+    fit = _VARIANTS[: _VARIANTS.index(_variant(asks=False)) + 1]
+    return [variant for variant in fit if (LIBRARIES / f"{variant}.so").exists()]
+
+
+def _variant(*, asks: bool) -> str:
+    """Return the largest variant for this processor; or, if `asks`, what a test asks for."""
+    choose = ctypes.CDLL(str(LIBRARIES / "plain.so")).portable_variant
+    choose.restype = ctypes.c_char_p
+    name: str = choose(ctypes.c_long(asks)).decode()
+    return name
 
 
 @contextmanager

@@ -3,10 +3,10 @@
 
 #include "portable.h"
 
-/* The name of the library to load. The environment variable EVENSTEP_PORTABLE overrides it, with
-   the name of a smaller one ("plain", "avx2"); it is for tests, since the bits are the same. */
-PORTABLE const char *portable_variant(void) {
-  const char *asked = getenv("EVENSTEP_PORTABLE");
+/* The name of the largest library that this processor runs; or, if `asks`, of that to load: for
+   tests, the environment variable EVENSTEP_PORTABLE names a smaller one, with the same bits. */
+PORTABLE const char *portable_variant(long asks) {
+  const char *asked = asks ? getenv("EVENSTEP_PORTABLE") : 0;
   if (asked && *asked) return asked;
 #if defined(__x86_64__)
   __builtin_cpu_init();
