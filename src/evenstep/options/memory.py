@@ -78,8 +78,9 @@ def peak_nbytes(
     """Return the bytes that one process needs at its peak in each memory.
 
     They are what `trainer.step` needs for parameters, gradients and the optimizer's state, on
-    devices of equal speed that compute each shard by themselves. The memory of other processes of
-    the machine that a process reads counts, too.
+    devices of equal speed that compute each shard by themselves: where speeds differ, runs of
+    shards end elsewhere in the tree, which has taken up to two sets of gradients more. The memory
+    of other processes of the machine that a process reads counts, too.
 
     Args:
         sizes: the bytes of each kind.
