@@ -79,8 +79,8 @@ def peak_nbytes(
 
     They are what `trainer.step` needs for parameters, gradients and the optimizer's state, on
     devices of equal speed that compute each shard by themselves: where speeds differ, runs of
-    shards end elsewhere in the tree, which has taken up to two sets of gradients more. The memory
-    of other processes of the machine that a process reads counts, too.
+    shards end elsewhere in the tree, and a device may hold more sets of gradients. The memory of
+    other processes of the machine that a process reads counts, too.
 
     Args:
         sizes: the bytes of each kind.

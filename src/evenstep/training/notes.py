@@ -145,17 +145,12 @@ class Notes:
     def note_copies(self, names: Sequence[str]) -> None:
         """Note that devices compute on copies of the model, since these tensors lie badly."""
         if names:
-            all_of_them = (
-                f"{names[0]} and {len(names) - 1} more of the model don't begin at multiples"
-                if len(names) > 1
-                else f"{names[0]} of the model doesn't begin at a multiple"
-            )
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             self.lines.append(
-                f"{all_of_them} of 64 bytes, and "
-                f"something else may hold their memory (a flat tensor, a numpy array, a mapped "
-                f"file), so the devices compute on copies, which every step updates. To spare "
-                f"them: for one in (*model.parameters(), *model.buffers()): "
-                f"one.data = one.data.clone()"
+                f"not at multiples of 64 bytes: {names[0]}{more} of the model. Something else may "
+                f"hold this memory (a flat tensor, a numpy array, a mapped file), so the devices "
+                f"compute on copies, which every step updates. To spare them: "
+                f"for one in (*model.parameters(), *model.buffers()): one.data = one.data.clone()"
             )
 
     def say_mode(self, model: nn.Module) -> None:
