@@ -17,6 +17,8 @@ OTHER_LIBRARIES = ("integrations/",)
 NOT_TORCHS = {"_replace", "_asdict", "_make", "_rand", "_bit_generator", "_inst", "_getframe"}
 NOT_TORCHS |= {"_ex_iterable", "_distributed"}
 
+pytestmark = pytest.mark.timeout(900)  # evenstep is imported once for each name that is missing
+
 PATHS = {one.path: one for one in all_names()}
 PUBLIC = [path for path, one in PATHS.items() if one.has_public_way]
 REFUSED = [path for path, one in PATHS.items() if one.needed and not one.has_public_way]
