@@ -40,6 +40,7 @@ class Environment:
     """Versions of torch and Python, the other dependencies' resolution, and what is tested.
 
     Attributes:
+        python: its version; one with a "t" is free-threaded.
         resolution: "highest", or "lowest-direct" for the oldest versions that pyproject.toml names.
         tests: "all" (except the slow ones) or "quick": the tests that are run.
     """
@@ -65,6 +66,11 @@ class Environment:
         return self.folder.joinpath(*inside)
 
     @property
+    def variables(self) -> dict[str, str]:
+        """Variables for its processes: a free-threaded one lets no module ask for the lock."""
+        return {"PYTHON_GIL": "0"} if self.python.endswith("t") else {}
+
+    @property
     def is_made(self) -> bool:
         """Whether it is there, made by this run or an earlier one."""
         return (self.folder / "made").exists()
@@ -81,6 +87,7 @@ ENVIRONMENTS = (
     Environment("2.14.1", "3.12"),
     Environment("2.15.0", "3.13", tests="all"),
     Environment("2.15.0", "3.14"),
+    Environment("2.15.0", "3.14t"),
 )
 
 

@@ -48,7 +48,7 @@ class Checks:
     def __init__(self, one: Environment, folder: Path, tests: Sequence[str], workers: int) -> None:
         self._one, self._folder, self._tests, self._workers = one, folder, tests, workers
         self._program = folder / "readme.py"
-        self._program.write_text(output_of(sys.executable, ROOT / "benchmarks/readme_program.py"))
+        self._program.write_text(self._run(ROOT / "benchmarks/readme_program.py"), "utf-8")
 
     def readme(self) -> str:
         """Run the program of the README; return its fingerprint."""
@@ -119,15 +119,24 @@ class Checks:
         return self._run(*TRAIN, "--devices", devices, *options, with_log=True)
 
     def _run(self, *arguments: object, **options: bool) -> str:
-        return output_of(self._one.interpreter, *arguments, **options)
+        return output_of(self._one, *arguments, **options)
 
 
-def output_of(*command: object, fails: bool = False, with_log: bool = False) -> str:
-    """Return what a command prints, and logs if asked to; with `fails`, its failure is no error."""
+def output_of(
+    one: Environment, *arguments: object, fails: bool = False, with_log: bool = False
+) -> str:
+    """Return what an environment's Python prints, and logs if asked to.
+
+    Args:
+        one: the environment.
+        *arguments: of its Python.
+        fails: whether its failure is no error.
+        with_log: whether to return what it logs too.
+    """
     done = subprocess.run(
-        [*map(str, command)],
+        [str(one.interpreter), *map(str, arguments)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        env={**os.environ, **one.variables, "PYTHONPATH": str(ROOT / "src")},
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
@@ -158,7 +167,7 @@ def row_of(one: Environment, tests: Sequence[str], workers: int) -> dict[str, An
                 result = {"works": False, "said": str(error).replace(str(ROOT), "")}
             found[name] = {**result, "seconds": round(time.monotonic() - began_s)}
             print(f"  {name}: {'' if result['works'] else 'FAILS '}{result['said']}", flush=True)
-    return {"machine": json.loads(output_of(one.interpreter, "-c", FACTS)), "checks": found}
+    return {"machine": json.loads(output_of(one, "-c", FACTS)), "checks": found}
 
 
 def resumed(made: Sequence[Environment]) -> dict[str, Any]:
@@ -172,11 +181,11 @@ def resumed(made: Sequence[Environment]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         places = [Path(folder, str(number)) for number in range(len(made))]
         written = [
-            json.loads(output_of(one.interpreter, program, "write", place))
+            json.loads(output_of(one, program, "write", place))
             for one, place in zip(made, places, strict=True)
         ]
         for reader in made:
-            lines = output_of(reader.interpreter, program, "resume", *places).splitlines()
+            lines = output_of(reader, program, "resume", *places).splitlines()
             for writer, before, line in zip(made, written, lines, strict=True):
                 after = json.loads(line)
                 found[str(writer)][str(reader)] = {
