@@ -27,6 +27,7 @@ from evenstep.private_torch.names import TESTED_TORCH, PrivateName
 
 HEALTHY = MachineFacts(
     system="Linux",
+    has_lock=True,
     evenstep="0.2.0",
     torch="2.13.0+cpu",
     packages={name: "1.0" for feature in FEATURES for name in feature.packages},
@@ -73,6 +74,7 @@ CASES = [
     ({"torch": "2.5.1"}, "results", "torch 2.5.1 is older than 2.6", "pip install torch=="),
     ({"torch": "1.13.0a0+git"}, "results", "is older than 2.6", "pip install"),
     ({"torch": "99.0.0"}, "results", "torch 99.0.0 is newer than 2", "pip install torch=="),
+    ({"has_lock": False}, "results", "no global lock", "PYTHON_GIL=1"),
     ({"system": "Darwin"}, "results", "this is Darwin", "evenstep verify"),
     ({"environment": {"MKL_CBWR": "AVX2"}}, "results", "MKL_CBWR=AVX2", "unset MKL_CBWR"),
     (

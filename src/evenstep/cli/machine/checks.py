@@ -37,6 +37,7 @@ class MachineFacts:
 
     Attributes:
         system: the operating system, such as "Linux".
+        has_lock: whether Python has its global lock.
         evenstep: version of the installed evenstep; None if it runs from its sources alone.
         torch: version of torch.
         torch_lacks: private names of torch that evenstep reads, and this version lacks.
@@ -54,6 +55,7 @@ class MachineFacts:
     """
 
     system: str
+    has_lock: bool
     evenstep: str | None
     torch: str
     torch_lacks: tuple[PrivateName, ...] = ()
@@ -194,6 +196,12 @@ def _check_system(facts: MachineFacts) -> Iterator[Finding]:
         yield _results(
             f"evenstep has been tested on Linux only, and this is {facts.system}",
             "evenstep verify shows whether results agree here",
+        )
+    if not facts.has_lock:
+        yield _results(
+            "this Python has no global lock, for which evenstep's threads were written: no result "
+            "is promised without it",
+            "an ordinary Python, or PYTHON_GIL=1",
         )
 
 

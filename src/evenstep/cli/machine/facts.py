@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -33,6 +34,7 @@ def read_facts(environment: Mapping[str, str]) -> MachineFacts:
     versions = {name: package_version(name) for name in sorted(names)}
     return MachineFacts(
         system=platform.system(),
+        has_lock=getattr(sys, "_is_gil_enabled", lambda: True)(),  # since Python 3.13
         evenstep=package_version("evenstep"),
         torch=torch.__version__,
         torch_lacks=missing_names(),
