@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import sysconfig
+import types
 
 ONLY_ON_LINUX = """eventfd getrandom memfd_create pidfd_open posix_fadvise posix_fallocate
     sched_getaffinity sched_setaffinity setns splice unshare O_DIRECT O_TMPFILE"""
@@ -94,6 +95,7 @@ def _hide_files(event, arguments):
 
 def _be_windows():
     shutil._use_fd_functions = False
+    shutil._winapi = types.SimpleNamespace(NeedCurrentDirectoryForExePath=lambda name: True)
     _drop(os, NOT_ON_WINDOWS)
     _drop(signal, SIGNALS)
     _drop(socket, "AF_UNIX recv_fds send_fds SCM_RIGHTS")
