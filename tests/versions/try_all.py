@@ -101,12 +101,13 @@ class Checks:
         return ""
 
     def tests(self) -> str:
-        """Run the tests; return how many passed."""
+        """Run the tests; return how many passed. What they print is kept in the environment."""
         if not self._tests:
             return "not run"
         which = "" if self._tests == ALL_TESTS else "quick "
         without = ("--deselect", f"{STALE}[versions]")
         said = self._run(*PYTEST, "-n", self._workers, *without, *self._tests, fails=True)
+        (self._one.folder / "tests.txt").write_text(said, "utf-8")
         passed = re.search(r"(\d+) passed", said)
         failed = sorted(set(re.findall(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)))
         if failed or not passed:
