@@ -15,7 +15,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "evenstep"
 OTHER_LIBRARIES = ("integrations/",)
 # Not torch's: of namedtuples, of numpy, of Python, and a dataset's of Hugging Face.
 NOT_TORCHS = {"_replace", "_asdict", "_make", "_rand", "_bit_generator", "_inst", "_getframe"}
-NOT_TORCHS |= {"_ex_iterable", "_distributed"}
+NOT_TORCHS |= {"_ex_iterable", "_distributed", "_is_gil_enabled"}
 
 pytestmark = pytest.mark.timeout(900)  # evenstep is imported once for each name that is missing
 
