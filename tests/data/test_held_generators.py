@@ -1,5 +1,6 @@
 """Data sets that hold generators, and what draws from generators that nobody can find."""
 
+import multiprocessing
 import random
 
 import numpy as np
@@ -19,11 +20,19 @@ KINDS = ["torch", "numpy", "numpy's old", "python"]
 def generator_of(kind):
     """Return a generator in some state, and a function that draws a number from it."""
     if kind == "torch":
-        return torch.Generator(), lambda one: torch.rand((), generator=one)
+        return torch.Generator(), draw_by_torch
     if kind == "python":
         return random.Random(), random.Random.random
     one = np.random.default_rng() if kind == "numpy" else np.random.RandomState()
-    return one, lambda one: one.random()
+    return one, draw_by_numpy
+
+
+def draw_by_torch(one):
+    return torch.rand((), generator=one)
+
+
+def draw_by_numpy(one):
+    return one.random()
 
 
 class SavedPlace(Dataset):
@@ -117,6 +126,21 @@ def test_the_workers_and_a_resume_change_nothing(make, kind, name):
     assert are_equal(batches_of(make(DATASETS[name](kind)), Cursor(1, 2)), whole[2:])
     if kind in ("torch", "numpy"):
         assert are_equal(batches_of(make(DATASETS[name](kind), workers=2)), whole)
+
+
+@pytest.fixture
+def forkserver():
+    """Python's default since 3.14, where nothing is inherited."""
+    before = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("forkserver", force=True)
+    yield
+    multiprocessing.set_start_method(before, force=True)
+
+
+@pytest.mark.usefixtures("forkserver")
+def test_workers_that_are_not_forked_get_torchs_generators():
+    whole = batches_of(own(SavedPlace("torch")))
+    assert are_equal(batches_of(own(SavedPlace("torch"), workers=2)), whole)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -322,11 +322,12 @@ def test_a_sampler_of_another_length_than_it_says_is_refused():
         list(Loader(numbered(9), 2, sampler=Lying([1, 2, 3])))
 
 
+def mixed(examples):
+    return torch.rand(len(examples))
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_collate_draws_numbers_of_its_own_for_each_batch_of_each_epoch(workers):
-    def mixed(examples):
-        return torch.rand(len(examples))
-
     loader = Loader(numbered(12), 4, seed=3, num_workers=workers, collate_fn=mixed)
     for epoch in range(2):
         for step, found in enumerate(loader.epoch(Cursor(epoch, 1)), 1):

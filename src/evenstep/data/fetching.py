@@ -28,6 +28,7 @@ from evenstep.data.generators import (
     samplers_of,
     set_epoch_of,
 )
+from evenstep.data.workers import let_generators_pass
 from evenstep.devices import intra_op_threads
 from evenstep.engine.interrupts import INTERRUPTS
 from evenstep.errors import InputError, shown
@@ -170,6 +171,7 @@ class Fetcher:
         """
         given = self.loader
         if given.num_workers:
+            let_generators_pass()
             workers = min(given.num_workers, most)
             options |= {
                 "num_workers": workers,
