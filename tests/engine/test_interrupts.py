@@ -1,5 +1,6 @@
 """Signals are recorded while a shielded function runs, and handed on where nothing is half done."""
 
+import itertools
 import signal
 import sys
 import threading
@@ -7,6 +8,7 @@ import threading
 import pytest
 
 from evenstep.engine.interrupts import INTERRUPTS, interruptible
+from interrupting import TRACED, interrupted_at
 from patience import PATIENCE_S
 
 pytestmark = pytest.mark.usefixtures("own_handlers")
@@ -143,6 +145,26 @@ def test_while_held_only_ctrl_c_is_raised_in_a_wait():
 
     whole(done, wait_held)
     assert done == ["all", "saved"]
+
+
+@TRACED
+@pytest.mark.usefixtures("handled")
+@pytest.mark.parametrize("other", [signal.SIGTERM, signal.SIGUSR1])
+def test_at_any_moment_of_a_delivery_a_signal_may_come_and_none_is_lost(other):
+    calls = []
+    for number in {signal.SIGTERM, other}:
+        signal.signal(number, lambda number, frame: calls.append(number))
+    INTERRUPTS.follow()
+    for boundary in itertools.count(1):
+        calls.clear()
+        with interrupted_at(boundary, lambda: signal.raise_signal(other)) as passed:
+            whole([], lambda: signal.raise_signal(signal.SIGTERM))
+        if len(passed) < boundary:
+            break
+        assert set(calls) == {signal.SIGTERM, other}
+        assert len(calls) == 2 or other == signal.SIGTERM  # what comes again counts once
+        assert not INTERRUPTS.pending
+    assert boundary > 50
 
 
 @pytest.mark.parametrize("ignored", [signal.SIG_IGN, signal.SIG_DFL])

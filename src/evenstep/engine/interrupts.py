@@ -104,12 +104,18 @@ class Interrupts:
         return signal.SIGINT in self.pending and _is_main()
 
     def check(self) -> None:
-        """In the main thread, call the user's handlers of recorded signals; they may raise."""
+        """In the main thread, call the user's handlers of recorded signals; they may raise.
+
+        At any of these lines, another signal may be recorded, or one of these be handled.
+        """
         while self.pending and _is_main():
-            ready = [one for one, handler in self.pending.items() if self._may_run(handler)]
+            recorded = [*self.pending.items()]
+            ready = [number for number, handler in recorded if self._may_run(handler)]
             if not ready:
                 return
-            self._handle(self.pending.pop(ready[0]), ready[0], sys._getframe(1))
+            handler = self.pending.pop(ready[0], None)
+            if handler is not None:
+                self._handle(handler, ready[0], sys._getframe(1))
 
     def deliver(self, beyond: int = 1) -> None:
         """Call `check`, unless a shielded function has called the caller: it delivers later.
