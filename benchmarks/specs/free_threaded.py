@@ -56,14 +56,16 @@ def tables(document: Mapping[str, Any]) -> dict[str, Table]:
         for devices in DEVICES:
             runs = select(document["runs"], job=name, devices=devices)
             old, new = (_speeds(runs, kind) for kind in PYTHONS)
-            ratios = [one / other for one, other in zip(new, old, strict=True)]
-            rows.append([f"{name}; {devices}", *cells(old), *cells(new), *cells(ratios, unit="×")])
+            ratios = [new[number] / old[number] for number in old if number in new]
+            speeds = *cells(old.values()), *cells(new.values())
+            rows.append([f"{name}; {devices}", *speeds, *cells(ratios, unit="×")])
     head = ("work; devices", "ordinary", "spread", "free-threaded", "spread", "ratio", "spread")
     return {"speeds": Table(head, rows)}
 
 
-def _speeds(runs: Sequence[Run], kind: str) -> list[float]:
-    return [run["examples_per_s"] for run in select(runs, python=kind)]
+def _speeds(runs: Sequence[Run], kind: str) -> dict[int, float]:
+    """Return the speeds by round; a round that was cut off lacks some."""
+    return {run["round"]: run["examples_per_s"] for run in select(runs, python=kind)}
 
 
 BENCHMARK = Benchmark(
