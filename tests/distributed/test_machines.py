@@ -1,5 +1,6 @@
 """Gradients of several machines: summed inside each first, so that a cable carries a byte once."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from evenstep.collectives import connect, forest, tree_sum
 from evenstep.distributed.flat_buffers import FlatSpace
-from evenstep.distributed.machines.meeting import StoreRounds, neighbours
+from evenstep.distributed.machines.meeting import StoreRounds, machines_of, neighbours
 from evenstep.distributed.machines.reduce import MachineReducer, gradient_reducer
 from evenstep.distributed.machines.rounds import join_machines
 from evenstep.distributed.process_group import Exchange
@@ -315,3 +316,36 @@ def test_a_cable_carries_what_one_process_for_each_machine_would_send(sizes, rat
 
 def test_neighbours_are_processes_that_follow_one_another_in_one_place():
     assert neighbours(["a", "a", "b", "a"]) == [range(2), range(2, 3), range(3, 4)]
+
+
+@pytest.mark.parametrize("reached", [True, False])
+def test_processes_whose_places_have_one_name_are_neighbours_only_if_they_reach_each_other(
+    monkeypatch, reached
+):
+    """Two machines may have the same names, such as copies of one image."""
+    if not reached:
+        connected = "evenstep.distributed.machines.meeting.connected"
+        monkeypatch.setattr(connected, lambda name: contextlib.nullcontext(None))
+    store = dist.HashStore()
+
+    def met(rank):
+        rounds = StoreRounds(SealedStore(store, b"key"), "meeting", rank, 3, 20.0)
+        return machines_of(rounds, rank)[1]
+
+    expected = [range(3)] if reached else [range(rank, rank + 1) for rank in range(3)]
+    assert on_each(range(3), met) == [expected] * 3
+
+
+def test_who_leaves_is_named_by_its_rank_among_all_to_its_neighbour():
+    job = Job(2, 2)
+
+    def run(rank):
+        peers = job.joined(rank)
+        if rank == 2:
+            return peers.close()
+        with pytest.raises(PeerError) as caught:
+            peers.gather(b"", EVERYBODY)
+        peers.close()
+        return caught.value.rank
+
+    assert on_each(range(4), run)[3] == 2

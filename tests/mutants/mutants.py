@@ -712,6 +712,7 @@ _PORTABLE = [
         ("arithmetic/test_trainings.py",)),
 ]  # fmt: skip
 
+_SECRET, _MACHINES = "distributed/test_secret.py", "distributed/test_machines.py"
 _SIMULATED = "planning/test_simulation.py"
 _PLANNED = [
     Mutant("messages of a plan arrive at once", ARITHMETIC, "planning/events.py",
@@ -774,6 +775,55 @@ _PLANNED = [
         ("cli/test_cli_plan.py::test_a_run_that_the_plan_does_not_have_gets_one_line",)),
 ]  # fmt: skip
 
+_JOBS = [
+    Mutant("a tag of a store is compared in part", SWALLOWED_ERROR, "distributed/secret.py",
+        "if not hmac.compare_digest(tag, own):", "if tag[:8] != own[:8]:",
+        (f"{_SECRET}::test_a_value_that_no_process_of_the_job_wrote_there_is_refused",)),
+    Mutant("an older value of a store counts again", SWALLOWED_ERROR, "distributed/secret.py",
+        "if int(count) < self._read.get(name, 0):", "if int(count) < 0:",
+        (f"{_SECRET}::test_an_older_value_is_refused_after_a_newer_one",)),
+    Mutant("a process's own proof, sent back, proves something",
+        SWALLOWED_ERROR, "distributed/secret.py",
+        'if not hmac.compare_digest(tag.numpy().tobytes(), tag_of(key, "here", peer)):',
+        'if tag.numpy().tobytes() not in (tag_of(key, "here", peer), own.numpy().tobytes()):',
+        (f"{_SECRET}::test_a_proof_can_not_be_sent_back",)),
+    Mutant("the key of a meeting is that of any other", WRONG_SEED, "distributed/secret.py",
+        'return tag_of(secret, "key", size, *hellos)', 'return tag_of(secret, "key", size)',
+        (f"{_SECRET}::test_each_meeting_has_a_key_that_follows_from_the_secret_alone",)),
+    Mutant("a secret may be short", SWALLOWED_ERROR, "distributed/secret.py",
+        "if len(secret) < _LEAST_BYTES:", "if not secret:",
+        (f"{_SECRET}::test_a_secret_that_could_be_guessed_is_refused",)),
+    Mutant("a bucket leaves a machine before all its processes have written it",
+        MISSING_WAIT, "distributed/machines/reduce.py",
+        'machines.meet(Exchange("step", f"bucket {number} of the gradients"))', "pass",
+        (f"{_MACHINES}::test_a_bucket_waits_for_all_processes_of_its_machine",)),
+    Mutant("a bucket waits until all of them are computed",
+        MISSING_WAIT, "distributed/machines/reduce.py",
+        "self._written[number].wait()", "[one.wait() for one in self._written]",
+        (f"{_MACHINES}::test_a_bucket_crosses_the_cable_while_others_are_computed",)),
+    Mutant("every machine's first partial sum is that of all",
+        ORDER, "distributed/machines/reduce.py",
+        "return sum(owner < self.machines.own.ranks.start for owner in trees.owners)", "return 0",
+        (f"{_MACHINES}::test_the_sum_has_the_bits_of_one_place",)),
+    Mutant("a machine does not add up the nodes inside it",
+        ARITHMETIC, "distributed/machines/reduce.py",
+        "own[left] = own[left] + own[right]", "pass",
+        (f"{_MACHINES}::test_the_sum_has_the_bits_of_one_place",)),
+    Mutant("processes that can't reach each other are on one machine",
+        SWALLOWED_ERROR, "distributed/machines/meeting.py",
+        "is_proved = all(proofs[one] for one in machine)", "is_proved = True",
+        (f"{_MACHINES}::test_processes_whose_places_have_one_name_are_neighbours_only_if_they_reach_each_other",)),
+    Mutant("all processes of a machine are in the first column",
+        ORDER, "distributed/machines/rounds.py",
+        'column = connect(f"column/{own.rank}", ranks.index(own_ranks), len(ranks))',
+        'column = connect("column/0", ranks.index(own_ranks), len(ranks))',
+        (f"{_MACHINES}::test_the_sum_has_the_bits_of_one_place",)),
+    Mutant("a process of one machine is named by its number there",
+        SWALLOWED_ERROR, "distributed/machines/rounds.py",
+        "raise renamed(error, ranks) from None", "raise",
+        (f"{_MACHINES}::test_who_leaves_is_named_by_its_rank_among_all_to_its_neighbour",)),
+]  # fmt: skip
+
 MUTANTS: tuple[Mutant, ...] = (
     *_ARITHMETIC,
     *_ORDER,
@@ -787,4 +837,5 @@ MUTANTS: tuple[Mutant, ...] = (
     *_SHOWN,
     *_PORTABLE,
     *_PLANNED,
+    *_JOBS,
 )
