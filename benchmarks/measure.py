@@ -25,7 +25,7 @@ from evenstep.bench.tables import NOT_MEASURED, small
 from evenstep.cli.terminal.output import numbers_table, print_table
 
 NAMES = (
-    "speed overhead revisions memory profile uneven processes latency cable hybridize engine kills "
+    "speed overhead memory profile uneven processes latency cable hybridize engine kills "
     "checkpoints contract first_step flips soak interrupts text stages owners kinds recording "
     "portable embeddings copies planned free_threaded"
 )

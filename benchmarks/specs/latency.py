@@ -15,7 +15,7 @@ from torch import distributed, nn
 
 from benchmark import FOLDER, Benchmark, Contender, script
 from evenstep.bench import lineup, paired_ratios
-from evenstep.bench.rounds import Run, by_round
+from evenstep.bench.rounds import Run, by_round, select
 from evenstep.bench.tables import Table, cells, median, small, verdict
 from evenstep.collectives import forest
 from evenstep.devices import kept_memory
@@ -28,7 +28,12 @@ REPORT, EVERYONE = bytes(200), Exchange("step", "its part")
 SIZES = {"1 kB": 10**3, "10 kB": 10**4, "100 kB": 10**5, "1 MB": 10**6, "10 MB": 10**7}
 SIZES |= {"100 MB": 10**8}
 PROCESSES = (2, 4, 8)
-METHODS = {"gloo": "gloo's all_reduce", "memory": "shared memory", "network": "sockets"}
+METHODS = {
+    "gloo": "gloo's all_reduce",
+    "copied": "the same, from and to own memory",
+    "memory": "shared memory",
+    "network": "sockets",
+}
 """Methods to exchange gradients."""
 AT_MOST = 1.5  # times gloo's all_reduce, of sockets
 ROUND_TRIP_MS = 0.3  # of the smallest exchanges through shared memory, with a core for each process
@@ -77,6 +82,8 @@ def prepared(peers: Peers, method: str, vector: torch.Tensor) -> Callable[[], ob
     """Return what exchanges a vector once, as a step does: from own memory, and to own memory."""
     if method == "gloo":
         return functools.partial(distributed.all_reduce, vector)
+    if method == "copied":
+        return functools.partial(copied_all_reduce, vector, vector.clone())
     parameters = [*vector.split(10**5)]
     flats = FlatSpace(parameters, range(len(parameters)))
     trees = forest(peers.size, peers.size, tuple(range(r, r + 1) for r in range(peers.size)))
@@ -91,6 +98,13 @@ def prepared(peers: Peers, method: str, vector: torch.Tensor) -> Callable[[], ob
         sending.total()
 
     return once
+
+
+def copied_all_reduce(vector: torch.Tensor, buffer: torch.Tensor) -> None:
+    """Sum a vector over processes in another one's memory, as whoever keeps gradients must."""
+    buffer.copy_(vector)
+    distributed.all_reduce(buffer)
+    vector.copy_(buffer)
 
 
 def exchange(processes: int, method: str) -> Contender:
@@ -150,11 +164,12 @@ def step_ms(runs: list[Run], variant: str) -> dict[int, float]:
 def tables(document: Mapping[str, Any]) -> dict[str, Table]:
     """Return the table of exchanges and that of steps."""
     runs = document["runs"]
+    methods = [one for one in METHODS if select(runs, variant=f"{one}.{PROCESSES[0]}")]
     rows = [
         exchange_row(runs, processes, size, method)
         for processes in PROCESSES
         for size in SIZES
-        for method in METHODS
+        for method in methods
     ]
     head = ("processes", "gradients", "exchange", "ms", "spread", "over gloo", "target", "verdict")
     heads = ("evenstep", "ms a step", "DDP", "ratio", "spread", "target", "verdict")
