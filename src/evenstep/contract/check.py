@@ -19,6 +19,7 @@ from evenstep.contract.adding_up.sums import refuse_wrong_sum
 from evenstep.contract.leaves import refuse_strange_leaves
 from evenstep.contract.module_state import kept
 from evenstep.contract.order import refuse_deciding_counts, refuse_history, refuse_passed_on
+from evenstep.contract.overlap import refuse_shared_values
 from evenstep.contract.rehearsal import Rehearsal
 from evenstep.contract.repeat import ShardResult, compute_observed, compute_twice, unwritten
 from evenstep.errors import EvenstepError, WrongSumError
@@ -85,6 +86,8 @@ def _check_beside_another(rehearsal: Rehearsal, copied: Replica, first: ShardRes
             later, first, again, functools.partial(_computed, later, work, objective)
         )
         del again  # at most three sets of gradients are there at any time
+        beside = functools.partial(_computed, later, other, _loss_alone(objective))
+        refuse_shared_values(copied, work, objective, first, beside)
         try:
             refuse_wrong_sum(copied, first, other_first, other, objective)
         except WrongSumError:  # or the second shard gives something else after the first one
@@ -103,6 +106,16 @@ def _computed(replica: Replica, work: ShardWork, objective: ShardObjective) -> S
         raise
     except Exception:
         return None
+
+
+def _loss_alone(objective: ShardObjective) -> ShardObjective:
+    """Return an objective without a backward pass."""
+
+    def loss(*given: Any) -> tuple[torch.Tensor, Number]:
+        total, count, *_ = objective(*given)
+        return total.detach(), count
+
+    return loss
 
 
 def check_sums(
@@ -143,13 +156,8 @@ def check_order(rehearsal: Rehearsal) -> None:
     if first is None or later is None or not others:
         return
     objective = rehearsal.objective
-
-    def loss_alone(*given: Any) -> tuple[torch.Tensor, Number]:
-        total, count, *_ = objective(*given)
-        return total.detach(), count
-
     with unwritten(later.module):
-        if _computed(later, others[0], loss_alone) is None:
+        if _computed(later, others[0], _loss_alone(objective)) is None:
             return
         again = compute_observed(later, work, objective)
     fresh = compute_observed(first, work, objective)

@@ -9,16 +9,15 @@ is compared.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import optree
 import torch
-from torch.overrides import TorchFunctionMode
 
 from evenstep.arithmetic.together import (
     NotTogetherError,
@@ -32,6 +31,7 @@ from evenstep.batch import Batch, Cut
 from evenstep.batch.rng import ShardRandomness
 from evenstep.collectives import TreeSum, tree_plan, tree_sum
 from evenstep.collectives.tree import TreePlan
+from evenstep.devices import process_wide
 from evenstep.replicas import Replica
 from evenstep.replicas.replica import changed, same_bits
 from evenstep.shard.forward_backward import (
@@ -101,9 +101,8 @@ class Together:
         if kind not in self._shown:
             leaves, value = _one_by_one(replica, works, cut, take, objective)
         if self.refused is None:
-            watched = contextlib.nullcontext() if value is None else _WatchedReads()
             try:
-                found = _at_once(replica, works, cut, objective, watched)
+                found = _at_once(replica, works, cut, objective)
             except Exception as error:  # if it is the user's, a shard by itself raises it, too
                 replica.put_back_buffers()
                 self._refuse(str(error) or type(error).__name__)
@@ -162,14 +161,13 @@ def _at_once(
     works: Sequence[ShardWork],
     cut: Cut,
     objective: ShardObjective,
-    watched: AbstractContextManager[object],
 ) -> tuple[list[Leaf], PartialSum]:
     first, shards = works[0], len(works)
     batch = _joined([cut.views[work.shard] for work in works], cut)
     replica.put_buffers(_copies(one, shards) for one in replica.opening)
     numbers = [ShardRandomness(work.random_seed) for work in works]
     with ShardRandomness(_refuse_state), computing_together(shards, numbers):
-        with watched:
+        with refused_reads():
             work = first._replace(batch=batch)
             total, count, *outputs = forward_and_backward(replica, work, objective)
         gradients = [parameter.grad for parameter in replica.parameters]
@@ -231,25 +229,6 @@ def _kind_of(objective: Any) -> Any:
     return tuple(getattr(one, "__code__", id(one)) for one in parts)
 
 
-class _WatchedReads(TorchFunctionMode):
-    """Inside `with`, tensors of several shards are not read past torch's operations."""
-
-    def __torch_function__(
-        self, function: Any, types: object, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        place = _READS.get(getattr(function, "__name__", ""), len(args))
-        if place < len(args) and is_of_shards(args[place]):
-            raise NotTogetherError(f"{function.__name__}() of a tensor")
-        return function(*args, **(kwargs or {}))
-
-
-_READS = {
-    **dict.fromkeys(("numpy", "tolist", "__array__", "__dlpack__"), 0),
-    "tensor_split": 1,
-}
-"""By the name of a function, the place of the argument that it reads by its address."""
-
-
 def _refuse_state() -> int:
     raise NotTogetherError("the state of random numbers is read or set")
 
@@ -297,3 +276,60 @@ def _as_tensor(value: Any) -> torch.Tensor:
 
 def _is_same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     return one is other if one is None or other is None else same_bits(one, other)
+
+
+# ---- reads of a tensor's numbers that pass by torch's operations: they see the first shard's alone
+
+_READERS: list[tuple[Any, str, int]] = [
+    *((torch.Tensor, name, 0) for name in ("numpy", "tolist", "__dlpack__")),
+    (torch.Tensor, "tensor_split", 1),
+    (torch, "tensor_split", 1),
+]
+"""What has each function, its name, and the place of the argument that it reads by its address.
+
+`Tensor.__array__` calls `numpy`.
+"""
+_HERE = threading.local()  # .refuses: whether the thread computes several shards at once
+
+
+@process_wide
+@contextmanager
+def watched_reads() -> Iterator[None]:
+    """Inside `with`, such reads can be refused: the functions are replaced by ones that look."""
+    with ExitStack() as replaced:
+        for owner, name, place in _READERS:
+            replaced.callback(_put_back, owner, name, vars(owner).get(name))
+            setattr(owner, name, _looking(getattr(owner, name), place))
+        yield
+
+
+@contextmanager
+def refused_reads() -> Iterator[None]:
+    """Inside `with`, the calling thread may not read tensors of several shards so.
+
+    Raises:
+        NotTogetherError: inside, if it does, and `watched_reads` is open.
+    """
+    _HERE.refuses = True
+    try:
+        yield
+    finally:
+        _HERE.refuses = False
+
+
+def _looking(read: Callable[..., Any], place: int) -> Callable[..., Any]:
+    @functools.wraps(read)
+    def look(*args: Any, **kwargs: Any) -> Any:
+        given = [*args, *kwargs.values()][place : place + 1]
+        if getattr(_HERE, "refuses", False) and any(map(is_of_shards, given)):
+            raise NotTogetherError(f"{read.__name__}() of a tensor")
+        return read(*args, **kwargs)
+
+    return look
+
+
+def _put_back(owner: Any, name: str, own: Any) -> None:
+    if own is None:  # it was its class's before
+        delattr(owner, name)
+    else:
+        setattr(owner, name, own)

@@ -23,6 +23,7 @@ from evenstep.engine.interrupts import INTERRUPTS, interruptible
 from evenstep.engine.ownership import Ownership
 from evenstep.errors import ClosedError, InputError
 from evenstep.replicas import align_state, inner_optimizers, note_left
+from evenstep.shard.together import watched_reads
 from evenstep.steps.groups.group import Group
 from evenstep.steps.groups.joining import OPEN, joined
 from evenstep.steps.owners.reducer import OwnerReducer
@@ -171,6 +172,8 @@ class Session:
         opened.enter_context(deterministic_kernels(parts.engine.devices))
         opened.enter_context(callers_generators())
         opened.enter_context(one_level_at_a_time())
+        if self._chosen.experiment.arithmetic == "portable":
+            opened.enter_context(watched_reads())
         opened.enter_context(parts.engine)
         refuse_combinations(self._chosen, is_alone=group.is_alone)
         refuse_without_threads(self._chosen, have_threads=parts.engine.side_by_side)

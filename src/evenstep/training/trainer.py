@@ -1026,4 +1026,6 @@ class Trainer(Habits):
         except Exception as error:
             if not executor.goes_on_after(error, f"step {step.number}"):
                 raise
+        if executor.together is not None:
+            executor.together.check_again()
         self._timekeeper.rest()

@@ -1,0 +1,80 @@
+"""Computes a shard while another one is in progress: neither may see what the other one keeps.
+
+Devices compute shards at the same time. Each has its own copy of the model, but all share what lies
+outside of it: a dict that a hook fills, a global variable, an attribute of a class. A shard that
+writes such a value before it reads it depends on no shard before it, but on those beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from evenstep.contract.repeat import ShardResult, compute_observed, first_difference
+from evenstep.errors import ContractError
+from evenstep.replicas import Replica
+from evenstep.shard.forward_backward import ShardWork
+from evenstep.shard.loss import ShardObjective
+
+
+def refuse_shared_values(
+    replica: Replica,
+    work: ShardWork,
+    objective: ShardObjective,
+    expected: ShardResult,
+    other: Callable[[], object],
+) -> None:
+    """Refuse a shard that gives something else if another one begins in the middle of it.
+
+    Args:
+        replica: a copy of the model.
+        work: the shard.
+        objective: computes its loss.
+        expected: what it has given there by itself.
+        other: computes the loss of another shard, on another copy.
+
+    Raises:
+        ContractError: it does.
+    """
+    around = _interrupted(replica.module, other)
+    found = compute_observed(replica, work, objective, around)
+    differing = first_difference(replica, expected, found)
+    if differing:
+        raise ContractError(
+            f"a shard gives two results, by itself and while another one is computed: {differing}. "
+            f"Its code keeps a value outside of the model and reads it later (a hook that fills a "
+            f"dict, a global variable, an attribute of a class), and devices overwrite each "
+            f"other's values. Keep it in an attribute of the module, which each device has for "
+            f"itself: a hook gets the module as its first argument"
+        )
+
+
+@contextmanager
+def _interrupted(model: nn.Module, other: Callable[[], object]) -> Iterator[None]:
+    """Inside `with`, call `other` in the middle of the model's forward pass, and at its end."""
+    last_layers = [one for one in model.modules() if next(one.children(), None) is None]
+    places = [last_layers[len(last_layers) // 2], model]
+    is_inside = False
+
+    def passed(module: nn.Module, *_: object) -> None:
+        nonlocal is_inside
+        place = next((one for one in places if one is module), None)
+        if place is None or is_inside:
+            return
+        places.remove(place)
+        is_inside = True
+        try:
+            with torch.no_grad():  # what it saves is not the shard's, which may be recomputed
+                other()
+        finally:
+            is_inside = False
+
+    hook = register_module_forward_hook(passed)
+    try:
+        yield
+    finally:
+        hook.remove()
