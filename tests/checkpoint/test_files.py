@@ -116,6 +116,20 @@ def test_a_run_that_resumed_earlier_keeps_its_new_and_all_later_checkpoints(tmp_
     assert read_checkpoint(tmp_path / "step-00000020") == "again"
 
 
+def test_a_checkpoint_that_another_training_removes_meanwhile_is_no_error(tmp_path, monkeypatch):
+    """Two trainings that save in one folder, each with `keep=1`."""
+    really = files._move_into_place
+
+    def move(hidden, final):
+        really(hidden, final)
+        monkeypatch.setattr(files, "_move_into_place", really)
+        write_checkpoint(tmp_path, "theirs", step=40, keep=1)
+
+    monkeypatch.setattr(files, "_move_into_place", move)
+    write_checkpoint(tmp_path, "mine", step=20, keep=1)
+    assert names(tmp_path) == ["step-00000040"]
+
+
 def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
     for tree in ("old", "new"):
         write_checkpoint(tmp_path, tree, step=20)

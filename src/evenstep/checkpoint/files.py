@@ -112,6 +112,13 @@ def checkpoint_of(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
+def step_of(checkpoint: Path) -> int:
+    """Return the number of steps after which a checkpoint was saved, from its name."""
+    match = _CHECKPOINT.fullmatch(checkpoint.name)
+    assert match is not None
+    return int(match["step"])
+
+
 def list_checkpoints(folder: _StrPath) -> list[Path]:
     """Return the checkpoints in `folder`, the smallest step first; none if it doesn't exist.
 
@@ -290,8 +297,7 @@ def _move_into_place(hidden: Path, final: Path) -> None:
 
 
 def _remove_earlier(final: Path, keep: int) -> None:
-    checkpoints = list_checkpoints(final.parent)
-    earlier = checkpoints[: checkpoints.index(final)]
+    earlier = [one for one in list_checkpoints(final.parent) if step_of(one) < step_of(final)]
     for path in earlier[: max(0, len(earlier) + 1 - keep)]:
         _remove(path)
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from evenstep.checkpoint import fingerprint as fingerprints
 from evenstep.checkpoint.async_writer import AsyncWriter, write_state
-from evenstep.checkpoint.files import checkpoint_of
+from evenstep.checkpoint.files import checkpoint_of, list_checkpoints, step_of
 from evenstep.checkpoint.optimizer_kind import kinds_of
 from evenstep.checkpoint.restore import Scheduler, optimizer_state, restore_all
 from evenstep.checkpoint.training_state import ModelState, TrainingState
@@ -78,6 +78,7 @@ class Saver:
         self._left = parts.left
         self._values = parts.values
         self._was_saved = False
+        self._folders = set[Path]()
 
     def save(
         self, folder: Path, scheduler: Scheduler | None, keep: int, *, background: bool
@@ -159,6 +160,7 @@ class Saver:
     ) -> Path:
         self._update.refuse_half_step()
         self._say_what_is_not_saved()
+        self._say_what_is_later(folder)
         self.other_optimizers.say_what_is_lost(self._user_state.read)
         refuse_strangers(self._model.parameters(), self._optimizer)
         lost = self._agreement.compare_to_save()
@@ -204,6 +206,20 @@ class Saver:
             hash_seed=hash_seed(),
             facts=self._agreement.saved_facts(),
         )
+
+    def _say_what_is_later(self, folder: Path) -> None:
+        """Log once for a folder that it has a checkpoint which is loaded instead of this one."""
+        if folder in self._folders or not self._executor.group.is_first:
+            return
+        self._folders.add(folder)
+        own = checkpoint_of(folder, self._progress.position.steps_done)
+        for one in list_checkpoints(folder)[-1:]:
+            if step_of(one) > step_of(own):
+                logger.warning(
+                    f"{folder} has {one.name} of an earlier training, which Trainer.load takes "
+                    f"instead of {own.name}, as it is later, and which `keep` leaves there: remove "
+                    f"it, or give each training a folder of its own"
+                )
 
     def _say_what_is_not_saved(self) -> None:
         """Log once what a training with a data loader of the user's own must restore by itself."""

@@ -761,8 +761,9 @@ class Trainer(Habits):
         optimizer's step, it is of the state before `backward`.
 
         Args:
-            folder: the folder of this training's checkpoints; created if it doesn't exist.
-            keep: the number of checkpoints that are kept, the newest ones.
+            folder: the folder of this training's checkpoints; created if it doesn't exist. Two
+                trainings need two folders.
+            keep: the number of checkpoints that are kept, this one and those before it.
             background: return as soon as the state is copied, and write the copy while training
                 continues. The copy takes as much memory again. An error is raised by a later
                 `step` or `save`, by `wait_for_save`, or when the trainer is closed.
