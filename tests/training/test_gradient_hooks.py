@@ -1,5 +1,6 @@
 """`parameter.register_hook`: called once for each step, with the mean gradient of the batch."""
 
+import contextlib
 import functools
 import itertools
 
@@ -123,6 +124,37 @@ def test_hooks_may_come_and_go_between_steps(devices, max_in_flight):
             return trainer.fingerprint()
 
     assert run(devices, max_in_flight) == run(1, 1)
+
+
+@pytest.mark.parametrize("devices", [1, 2, own(2)], ids=str)
+def test_a_step_in_flight_has_the_hooks_of_when_it_was_submitted(devices):
+    def run(take):
+        model = build()
+        kept, removed = model[0].weight.register_hook(clip), model[2].weight.register_hook(clip)
+        for number, batch in enumerate(batches((32, 21, 16, 24))):
+            if number == 2:
+                removed.remove()
+                kept.remove()
+                model[0].weight.register_hook(torch.sign)
+            take(model)(batch)
+        return model.state_dict()
+
+    def plainly(model):
+        optimizer = optimizers.setdefault(model, SGD(model.parameters()))
+        return lambda batch: plain_training(model, optimizer, [batch])
+
+    optimizers = {}
+    expected = run(plainly)
+    with contextlib.ExitStack() as opened:
+        options = {"devices": devices, "max_in_flight": 2, "shards": 1}
+
+        @functools.cache
+        def trainer_of(model):
+            optimizer = SGD(model.parameters())
+            return opened.enter_context(open_trainer(model, optimizer=optimizer, **options))
+
+        found = run(lambda model: lambda batch: trainer_of(model).step(*batch))
+    assert_same_bits(found, expected)
 
 
 def test_a_hook_is_not_called_where_there_is_no_gradient():

@@ -18,6 +18,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -116,6 +117,11 @@ class Replicas:
     def rebuild(self) -> None:
         """Make all copies again, in the layout that the user's weights have now."""
         self._build()
+
+    def hooks_now(self) -> Mapping[int, Sequence[Callable[..., Any]]]:
+        """Return the hooks that parameters' gradients pass, by the parameters' numbers."""
+        parameters = self.home.parameters
+        return {i: [*(gradient_hooks(parameters[i]) or {}).values()] for i, _ in self.hooked}
 
     @torch.inference_mode(False)
     def _build(self) -> None:

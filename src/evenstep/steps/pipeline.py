@@ -174,6 +174,8 @@ class Pipeline(abc.ABC):
             KeyboardInterrupt: Ctrl-C was pressed; the step and those before it were abandoned.
         """
         self._thread = threading.get_ident()
+        if self._replicas.hooked:
+            step.hooks = self._replicas.hooks_now()
         try:
             self._start(step)
         except BaseException as error:

@@ -290,6 +290,7 @@ class Step:
         settings: changes of the optimizer's groups since the step before.
         digest: of the whole batch, where several processes compare it.
         own: the gradients of the user's own that are added to the step's; empty for none.
+        hooks: of the parameters' gradients when it was submitted, by the parameters' numbers.
         attempt: the current attempt at the batch.
         loss: the mean loss, once the step is finished.
         outputs: what the objective returned besides, once the step is finished.
@@ -312,6 +313,7 @@ class Step:
     settings: Sequence[Any] = ()
     digest: int = NO_DIGEST
     own: Sequence[torch.Tensor | None] = ()
+    hooks: Mapping[int, Sequence[Callable[..., Any]]] = dataclasses.field(default_factory=dict)
     loss: float = math.nan
     outputs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     is_taken: bool = False

@@ -18,7 +18,6 @@ from evenstep.devices.addresses import align_gradients, aligned
 from evenstep.errors import ClosedError, add_note
 from evenstep.limits import Arithmetic
 from evenstep.private_torch.compilers import lock_of_compiler
-from evenstep.private_torch.modules import gradient_hooks
 from evenstep.private_torch.optimizers import post_hooks, pre_hooks
 from evenstep.private_torch.tensors import version_of
 from evenstep.replicas import (
@@ -352,7 +351,7 @@ class Update:
             self._receive(root)
         divide_gradients(root.gradients, count)
         if self._replicas.hooked:
-            self._call_hooks(root)
+            self._call_hooks(step, root)
         if step.own:
             self._add_own([*step.own], root)
 
@@ -373,16 +372,15 @@ class Update:
         if root.fence is not None:
             receive(root, self._replicas.home.device)
 
-    def _call_hooks(self, root: PartialSum) -> None:
+    def _call_hooks(self, step: Step, root: PartialSum) -> None:
         """Pass the mean gradients through the hooks of the user's parameters, as torch does.
 
         Raises:
             ModelError: a hook returns something else than a gradient.
         """
-        home = self._replicas.home
         for number, name in self._replicas.hooked:
             gradient = root.gradients[number]
-            for hook in [*(gradient_hooks(home.parameters[number]) or {}).values()]:
+            for hook in step.hooks.get(number, ()):
                 if gradient is None:
                     break
                 with torch.no_grad():
