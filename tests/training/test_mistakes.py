@@ -125,6 +125,13 @@ class Named(torch.utils.data.Dataset):
 NAMED = torch.utils.data.DataLoader(Named(), batch_size=4)
 
 
+def loop_again(trainer):
+    batches = trainer.epoch(LOADER)  # as what accelerator.prepare(loader) returns
+    for _ in range(2):
+        for X, y in batches:
+            trainer.step(X, y)
+
+
 def trained(loader):
     def use(trainer):
         for batch in trainer.epoch(loader):
@@ -320,6 +327,8 @@ MISTAKES = [
     (lambda: evenstep.Trainer(net(), None, lost_after=3.0),
      "got lost_after=: write faults=Faults(lost_after_s=...)"),
     # ---- loaders
+    (inside(loop_again),
+     "can be looped over once, and that loop has ended: call trainer.epoch(loader) anew in each"),
     (trained(X), f"got a tensor {LOADER_OF.format('its rows')}"),
     (trained((X, y)), f"got a tuple of 2 tensors {LOADER_OF.format('them')}"),
     (trained(NAMED), "got the strings 'image', 'label', 'name' ... trainer.step(**batch)"),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 from evenstep.batch import Batch
 from evenstep.callbacks import EpochStart
@@ -14,7 +15,7 @@ from evenstep.contract.lone_examples import LoneExamples
 from evenstep.data import Cursor
 from evenstep.data.adapters.sources import Batches, Source, Sources, length_of
 from evenstep.engine.interrupts import INTERRUPTS
-from evenstep.errors import InputError
+from evenstep.errors import InputError, hides_own_frames
 from evenstep.training.setup.arguments import Chosen
 from evenstep.training.setup.parts import Parts
 
@@ -28,7 +29,7 @@ class RestOfEpoch(Iterator[Batch]):
     progress, such as tqdm, know how much is to come.
     """
 
-    def __init__(self, loader: Batches, first: int, batches: Iterator[Batch]) -> None:
+    def __init__(self, loader: Batches, first: int, batches: Generator[Batch, None, None]) -> None:
         self._loader = loader
         self._first = first
         self._batches = batches
@@ -41,7 +42,18 @@ class RestOfEpoch(Iterator[Batch]):
             )
         return max(0, length - self._first)
 
+    @hides_own_frames
     def __iter__(self) -> Iterator[Batch]:
+        """Return what yields the batches that are left.
+
+        Raises:
+            InputError: a loop over them has ended already, so a second one would be empty.
+        """
+        if inspect.getgeneratorstate(self._batches) == inspect.GEN_CLOSED:
+            raise InputError(
+                "what trainer.epoch returns can be looped over once, and that loop has ended: call "
+                "trainer.epoch(loader) anew in each epoch"
+            )
         return self._batches
 
     def __next__(self) -> Batch:

@@ -11,7 +11,7 @@ import atexit
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -578,8 +578,8 @@ class Trainer(Habits):
             for X, y in trainer.epoch(loader):
                 trainer.step(X, y)
 
-        They can be looped over once. Their `len` is their number, if the loader has a length, so
-        `tqdm(trainer.epoch(loader))` shows how much is left.
+        They can be looped over once: call `epoch` anew in each epoch. Their `len` is their number,
+        if the loader has a length, so `tqdm(trainer.epoch(loader))` shows how much is left.
 
         A loop may take no step on a batch, or several: a batch is not yielded again, even after
         a resume. After a `break`, a new call yields the rest of the same epoch, and a log line says
@@ -603,14 +603,15 @@ class Trainer(Habits):
 
         Raises:
             InputError: the loader gives no batch, or an order that can't be repeated, or it already
-                divides the data among processes (`DistributedSampler`).
+                divides the data among processes (`DistributedSampler`); or a loop over what was
+                returned has ended, and another one begins.
             CheckpointError: the loader could not restore its state from a checkpoint, or its data
                 have changed.
         """
         check_flags(whole=whole)
         return RestOfEpoch(loader, self._epochs.here.step, self._draw_epoch(loader, whole=whole))
 
-    def _draw_epoch(self, loader: Batches, *, whole: bool) -> Iterator[Batch]:
+    def _draw_epoch(self, loader: Batches, *, whole: bool) -> Generator[Batch, None, None]:
         self._session.refuse_here("epoch")
         try:
             yield from self._epochs.epoch(loader, whole=whole)
