@@ -277,3 +277,33 @@ def test_an_optimizer_that_is_not_whole_is_refused_by_name(kind):
     model = build("convolution")
     with pytest.raises(ModelError, match=rf"{kind.__name__}.*super\(\).__init__\("):
         evenstep.Trainer(model, kind(model.parameters()), LOSS, devices=1)
+
+
+# ---- schedulers
+
+
+def a_step_lr(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
+def chained(optimizer):
+    return torch.optim.lr_scheduler.ChainedScheduler([a_step_lr(optimizer), a_step_lr(optimizer)])
+
+
+def sequential(optimizer):
+    parts = [a_step_lr(optimizer), a_step_lr(optimizer)]
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, parts, milestones=[2])
+
+
+@pytest.mark.parametrize(
+    "make", [a_step_lr, chained, sequential, torch.optim.lr_scheduler.ReduceLROnPlateau]
+)
+@pytest.mark.parametrize("scheduled", ["inner", "outer"])
+@pytest.mark.parametrize("trained", ["inner", "outer"])
+def test_a_scheduler_may_belong_to_the_inner_or_to_the_outer_optimizer(make, scheduled, trained):
+    model = nn.Linear(3, 2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizers = {"inner": inner, "outer": Lookahead(inner)}
+    evenstep.Trainer(
+        model, optimizers[trained], LOSS, devices=1, scheduler=make(optimizers[scheduled])
+    )

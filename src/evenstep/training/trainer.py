@@ -156,7 +156,8 @@ class Trainer(Habits):
             devices and the checkpoint; what it writes elsewhere (an `AveragedModel`) is yours to
             save, after `waitall`. If it raises, the optimizer's update has already been made, and
             the step counts.
-        scheduler: a learning-rate scheduler, which is saved in checkpoints and restored from them.
+        scheduler: a learning-rate scheduler of `optimizer`, saved in checkpoints and restored from
+            them.
             The trainer never steps it: call its `step` yourself.
         state: objects of your own, by name, that are saved in checkpoints and restored from them,
             such as `{"ema": ema, "random": evenstep.data.GeneratorStates()}`. Each needs
@@ -203,7 +204,7 @@ class Trainer(Habits):
         check_functions(before_update=before_update, after_update=after_update)
         check_kinds(model, optimizer)
         complete(optimizer)
-        check_scheduler(scheduler)
+        check_scheduler(scheduler, optimizer)
         callbacks = check_callbacks(callbacks)
         self.devices = find_devices(devices, threads=experiment.threads, share=local_share())
         chosen = Chosen(

@@ -16,6 +16,7 @@ from evenstep.errors import InputError, ModelError, shown
 from evenstep.limits import MOST_IN_FLIGHT, Precision
 from evenstep.options import Experiment, Faults, Layout
 from evenstep.options.checks import check_flag, check_integer
+from evenstep.replicas import inner_optimizers
 from evenstep.shard.loss import UserObjective
 from evenstep.steps.update import Hook
 
@@ -124,8 +125,8 @@ def check_functions(**functions: Callable[..., object] | None) -> None:
             raise InputError(f"got {name}={shown(value)}: give a function of the module")
 
 
-def check_scheduler(scheduler: object) -> None:
-    """Refuse what is not a scheduler, or has no state."""
+def check_scheduler(scheduler: object, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse what is not a scheduler, has no state, or schedules a different optimizer."""
     if isinstance(scheduler, torch.optim.Optimizer):
         raise InputError(
             f"got an optimizer, {type(scheduler).__name__}, as scheduler: give a scheduler that "
@@ -135,6 +136,25 @@ def check_scheduler(scheduler: object) -> None:
         isinstance(scheduler, type) or not hasattr(scheduler, "state_dict")
     ):
         raise InputError(f"got scheduler={shown(scheduler)}: give one of torch's schedulers")
+    scheduled = getattr(scheduler, "optimizer", None)
+    if isinstance(scheduled, torch.optim.Optimizer) and not _share_groups(scheduled, optimizer):
+        kind = type(scheduler).__name__
+        raise InputError(
+            f"the scheduler, {kind}, belongs to a different optimizer, {type(scheduled).__name__}, "
+            f"so it would not change the learning rates of the trainer's: write {kind}(optimizer, "
+            f"...) with the trainer's optimizer, or give a scheduler of an optimizer that you step "
+            f'yourself as state={{"scheduler": ...}}'
+        )
+
+
+def _share_groups(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
+    """Return whether one optimizer is the other, holds it, or has a group of it."""
+    places: list[set[int]] = []
+    for optimizer in (one, other):
+        held = [optimizer, *inner_optimizers(optimizer, own_state=False).values()]
+        groups = [group for each in held for group in each.param_groups]
+        places.append({*map(id, held), *map(id, groups)})
+    return bool(places[0] & places[1])
 
 
 def check_kinds(model: object, optimizer: object) -> None:
