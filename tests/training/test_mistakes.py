@@ -361,6 +361,8 @@ MISTAKES = [
     (evaluate({"accuracy": "accuracy"}), "\"accuracy\" is 'accuracy': give a function, metric("),
     (evaluate({"accuracy": evenstep.metrics.accuracy}, (X, y)),
      "got a tuple of 2 tensors as batches ... give a list of batches, such as [(X, y)]"),
+    (inside(lambda trainer: trainer.predict((X, y))),
+     "got a tuple of 2 tensors as batches ... give a list of batches, such as [(X, y)]"),
     (inside(lambda trainer: trainer.predict(None)), "got None as batches: give an iterable of b"),
     (inside(lambda trainer: trainer.predict(X)),
      "got a tensor as batches, so each of its rows would be a batch: ... such as [X]"),
@@ -396,6 +398,22 @@ def test_more_devices_than_cores_are_answered_by_a_note(monkeypatch):
     assert trainer_of(devices=3, shards=3).notes == [
         "3 threads of CPU devices share 2 cores: the result is the same, but no faster than with 2"
     ]
+
+
+@pytest.mark.parametrize("call", ["evaluate", "predict"])
+@pytest.mark.parametrize("one", [X.flatten(1), (X.flatten(1), X.flatten(1))], ids=["X", "(X, X)"])
+def test_one_batch_instead_of_a_list_is_refused_before_anything_is_computed(call, one):
+    """A linear layer would take each row, or each tensor, for a batch."""
+    computed = []
+    model = nn.Linear(36, 5)
+    model.register_forward_pre_hook(lambda *_: computed.append(1))
+    metrics = {"zero": lambda output, *_: (torch.zeros(()), len(output))}
+    with trainer_of(model) as trainer:
+        with pytest.raises(InputError, match=r"as batches, so each of .* would be a batch") as seen:
+            trainer.predict(one) if call == "predict" else trainer.evaluate(one, metrics)
+        assert "evenstep" not in packages_of(seen.value) or sys.version_info < (3, 11)
+        assert seen.value.__cause__ is None
+        assert not computed
 
 
 # ---- a model in evaluation mode

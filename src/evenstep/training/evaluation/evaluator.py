@@ -19,7 +19,7 @@ from evenstep.data.loader import Loader
 from evenstep.data.order import Cursor
 from evenstep.engine import streams
 from evenstep.engine.interrupts import INTERRUPTS, interruptible
-from evenstep.errors import BatchError, InputError, add_note, shown
+from evenstep.errors import BatchError, InputError, shown
 from evenstep.shard.evaluation import (
     Forward,
     Measure,
@@ -126,8 +126,9 @@ class Evaluator:
     @contextlib.contextmanager
     def _evaluating(self, batches: Iterable[Batch], other: nn.Module | None) -> Iterator[None]:
         """Inside `with`, the model is in evaluation mode, maybe with a different one's values."""
+        _refuse_one_batch(batches)
         self._open_flight(may_be_written=True)
-        with evaluation_mode(self._model), self._values.of(other), _explained(batches):
+        with evaluation_mode(self._model), self._values.of(other):
             yield
 
     def _cuts(self, batches: Iterable[Batch], call: str) -> Iterator[tuple[Cut, SeedOf]]:
@@ -147,28 +148,18 @@ class Evaluator:
             yield cut, functools.partial(derive_seed, "evaluation", experiment.seed, number)
 
 
-@contextlib.contextmanager
-def _explained(batches: object) -> Iterator[None]:
-    """Inside `with`, say of errors that one batch was given instead of a list of batches."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(batches, torch.Tensor):
-            advice = (
-                "got a tensor as batches, so each of its rows would be a batch: give a list of "
-                "batches, such as [X]"
-            )
-        elif isinstance(batches, tuple) and _TENSOR.issuperset(map(type, batches)):
-            advice = (
-                f"got a tuple of {len(batches)} tensors as batches, so each of them would be a "
-                f"batch: give a list of batches, such as [(X, y)]"
-            )
-        else:
-            raise
-        if isinstance(error, InputError):
-            raise InputError(advice) from error
-        add_note(error, advice)
-        raise
+def _refuse_one_batch(batches: object) -> None:
+    """Refuse one batch that was given instead of a list of batches."""
+    if isinstance(batches, torch.Tensor):
+        raise InputError(
+            "got a tensor as batches, so each of its rows would be a batch: give a list of "
+            "batches, such as [X]"
+        )
+    if isinstance(batches, tuple) and batches and _TENSOR.issuperset(map(type, batches)):
+        raise InputError(
+            f"got a tuple of {len(batches)} tensors as batches, so each of them would be a batch: "
+            f"give a list of batches, such as [(X, y)]"
+        )
 
 
 def _each(batches: Iterable[Batch]) -> Iterator[Batch]:
