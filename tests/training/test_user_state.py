@@ -205,3 +205,52 @@ def test_the_note_says_what_is_not_saved(tmp_path, caplog, state, named):
     text = " ".join(line for line in caplog.messages if "does not hold" in line)
     phrases = ["the position in a loader that you iterate", "the states of random"]
     assert [phrase for phrase in phrases if phrase in text] == named
+
+
+# ---- schedulers
+
+
+class Schedule:
+    """What a program may keep its scheduler in."""
+
+    def __init__(self, scheduler):
+        self.scheduler = scheduler
+
+    def state_dict(self):
+        return self.scheduler.state_dict()
+
+    def load_state_dict(self, state):
+        self.scheduler.load_state_dict(state)
+
+
+@pytest.mark.parametrize("given", ["nothing", "after a load", "scheduler", "state", "in an object"])
+def test_a_scheduler_that_is_not_saved_is_named_once(tmp_path, caplog, given):
+    caplog.set_level(logging.WARNING, "evenstep")
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    if given == "after a load":
+        state = optimizer.state_dict()
+        del state["param_groups"][0]["initial_lr"]
+        optimizer.load_state_dict(state)
+    options = {
+        "scheduler": {"scheduler": scheduler},
+        "state": {"state": {"own": scheduler}},
+        "in an object": {"state": {"own": Schedule(scheduler)}},
+    }.get(given, {})
+    loss = nn.CrossEntropyLoss()
+    with evenstep.Trainer(net, optimizer, loss, devices=1, **options) as trainer:
+        for batch in trainer.epoch(batches(2)):
+            trainer.step(*batch)
+            scheduler.step()
+            trainer.save(tmp_path)
+    said = [line for line in caplog.messages if "does not hold the learning-rate scheduler" in line]
+    assert len(said) == (given in ("nothing", "after a load"))
+
+
+def test_nothing_is_said_of_a_scheduler_where_there_is_none(tmp_path, caplog):
+    caplog.set_level(logging.WARNING, "evenstep")
+    with new(model()) as trainer:
+        trainer.step(*batches(1)[0])
+        trainer.save(tmp_path)
+    assert "scheduler" not in caplog.text

@@ -68,6 +68,15 @@ class UserState:
         """Whether the states of the default generators are among them."""
         return any(isinstance(one, GeneratorStates) for one in self._objects.values())
 
+    @property
+    def has_scheduler(self) -> bool:
+        """Whether a learning-rate scheduler is among them, or an attribute of one of them."""
+        return any(
+            hasattr(held, "optimizer") and callable(getattr(held, "step", None))
+            for one in self._objects.values()
+            for held in (one, *getattr(one, "__dict__", {}).values())
+        )
+
     def read(self) -> dict[str, Any]:
         """Return the states as they are now, by name."""
         return {name: one.state_dict() for name, one in self._objects.items()}

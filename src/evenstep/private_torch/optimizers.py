@@ -39,3 +39,14 @@ def has_replaced_step(optimizer: torch.optim.Optimizer) -> bool:
     while hasattr(step, "_wrapped_by_lr_sched") and _is_schedulers(step):
         step = step.__wrapped__  # type: ignore[union-attr]
     return step is not None and getattr(step, "__func__", step) is not type(optimizer).step
+
+
+def has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a learning-rate scheduler was made for an optimizer.
+
+    ReduceLROnPlateau leaves no trace on it.
+    """
+    step = optimizer.__dict__.get("step")
+    return hasattr(step, "_wrapped_by_lr_sched") or any(
+        "initial_lr" in group for group in optimizer.param_groups
+    )

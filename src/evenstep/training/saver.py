@@ -24,7 +24,8 @@ from evenstep.devices import hash_seed
 from evenstep.devices.facts import KINDS, Difference, differences, listed, refuse_to_resume
 from evenstep.engine.interrupts import INTERRUPTS
 from evenstep.errors import InputError
-from evenstep.replicas import refuse_strangers
+from evenstep.private_torch.optimizers import has_scheduler
+from evenstep.replicas import inner_optimizers, refuse_strangers
 from evenstep.steps.other_optimizers import OtherOptimizers
 from evenstep.steps.step import Position
 from evenstep.training.agreement import Agreement
@@ -77,7 +78,7 @@ class Saver:
         self._notes = notes
         self._left = parts.left
         self._values = parts.values
-        self._was_saved = False
+        self._was_saved = self._has_said_schedule = False
         self._folders = set[Path]()
 
     def save(
@@ -161,6 +162,7 @@ class Saver:
         self._update.refuse_half_step()
         self._say_what_is_not_saved()
         self._say_what_is_later(folder)
+        self._say_scheduler(scheduler)
         self.other_optimizers.say_what_is_lost(self._user_state.read)
         refuse_strangers(self._model.parameters(), self._optimizer)
         lost = self._agreement.compare_to_save()
@@ -240,3 +242,16 @@ class Saver:
             )
         if lacks:
             logger.warning("the checkpoint does not hold %s", "; nor ".join(lacks))
+
+    def _say_scheduler(self, scheduler: Scheduler | None) -> None:
+        """Log once that a scheduler of the optimizer is in no checkpoint."""
+        if self._has_said_schedule or scheduler is not None or self._user_state.has_scheduler:
+            return
+        own = self._optimizer, *inner_optimizers(self._optimizer, own_state=False).values()
+        if any(map(has_scheduler, own)):
+            self._has_said_schedule = True
+            logger.warning(
+                "the checkpoint does not hold the learning-rate scheduler that was made for the "
+                "optimizer, so a resumed training would begin its schedule anew: write "
+                "Trainer(..., scheduler=scheduler), and Trainer.load(..., scheduler=scheduler)"
+            )
