@@ -23,7 +23,12 @@ from evenstep.cli.machine.checks import (
 from evenstep.cli.machine.doctor import report
 from evenstep.cli.machine.facts import read_facts
 from evenstep.devices import usable_cores
-from evenstep.private_torch.names import TESTED_TORCH, PrivateName
+from evenstep.private_torch.names import (
+    RECOMMENDED_TORCH,
+    TESTED_TORCH,
+    PrivateName,
+    all_names,
+)
 
 HEALTHY = MachineFacts(
     system="Linux",
@@ -121,6 +126,19 @@ def test_each_check_finds_one_thing_and_names_the_fix(changes, kind, text, fix):
     assert fix in found.fix
     lines = [line.plain for line in report(machine(**changes))]
     assert lines[lines.index(f"  {found.text}") + 1] == f"    fix: {found.fix}"
+
+
+def test_a_name_that_the_recommended_torch_lacks_too_is_no_finding():
+    assert findings(machine(**lacking(has_public_way=True, is_in_recommended=False))) == []
+
+
+@pytest.mark.skipif(
+    torch.__version__.partition("+")[0] != RECOMMENDED_TORCH, reason="the recommended torch"
+)
+def test_the_recommended_torch_has_what_it_is_said_to_have():
+    """Otherwise the fix of a finding would be to install the version that is there already."""
+    different = [one.path for one in all_names() if one.is_there != one.is_in_recommended]
+    assert different == []
 
 
 def test_threads_bound_to_one_core_are_no_reason_to_ask_for_more_cores():

@@ -24,7 +24,11 @@ else:
 
 
 _skip_code: Callable[[Any], object] = private(
-    "torch._C._dynamo.eval_frame", "skip_code", _FRAMES, public_way=lambda code: None
+    "torch._C._dynamo.eval_frame",
+    "skip_code",
+    _FRAMES,
+    public_way=lambda code: None,
+    in_recommended=False,
 )
 
 

@@ -37,6 +37,7 @@ class PrivateName:
         has_public_way: whether something public is used where it is missing.
         needed: whether no trainer can be built without it; else only what uses it fails.
         is_there: whether this version of torch has it; True where it is looked up later.
+        is_in_recommended: whether RECOMMENDED_TORCH has it.
     """
 
     path: str
@@ -44,13 +45,20 @@ class PrivateName:
     has_public_way: bool
     needed: bool
     is_there: bool = True
+    is_in_recommended: bool = True
 
 
 _NAMES: list[PrivateName] = []
 
 
 def private(
-    owner: str, name: str, purpose: str, *, public_way: Any = None, needed: bool = True
+    owner: str,
+    name: str,
+    purpose: str,
+    *,
+    public_way: Any = None,
+    needed: bool = True,
+    in_recommended: bool = True,
 ) -> Any:
     """Return what a module or class of torch calls `name`.
 
@@ -60,6 +68,7 @@ def private(
         purpose: what it is for, after "which evenstep reads to".
         public_way: what to return where it is missing.
         needed: whether no trainer can be built without it.
+        in_recommended: whether RECOMMENDED_TORCH has it.
 
     Returns:
         Where it is missing and there is no public way, something that raises a VersionError when it
@@ -69,8 +78,8 @@ def private(
     try:
         found = lookup(pkgutil.resolve_name(owner), name, path)
     except (ImportError, AttributeError):
-        return _missing(path, purpose, public_way, needed)
-    _note(path, purpose, public_way, needed)
+        return _missing(path, purpose, public_way, needed, in_recommended=in_recommended)
+    _note(path, purpose, public_way, needed, in_recommended=in_recommended)
     return found
 
 
@@ -138,14 +147,23 @@ def refuse_missing() -> None:
 
 
 def _note(
-    path: str, purpose: str, public_way: object, needed: bool, *, is_there: bool = True
+    path: str,
+    purpose: str,
+    public_way: object,
+    needed: bool,
+    *,
+    is_there: bool = True,
+    in_recommended: bool = True,
 ) -> None:
-    _NAMES.append(PrivateName(path, purpose, public_way is not None, needed, is_there))
+    has_public_way = public_way is not None
+    _NAMES.append(PrivateName(path, purpose, has_public_way, needed, is_there, in_recommended))
 
 
-def _missing(path: str, purpose: str, public_way: Any, needed: bool) -> Any:
+def _missing(
+    path: str, purpose: str, public_way: Any, needed: bool, *, in_recommended: bool = True
+) -> Any:
     """Note that a name is missing; return the public way, or a class that can't be used."""
-    _note(path, purpose, public_way, needed, is_there=False)
+    _note(path, purpose, public_way, needed, is_there=False, in_recommended=in_recommended)
     if public_way is not None:
         return public_way
 

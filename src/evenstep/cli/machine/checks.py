@@ -169,6 +169,8 @@ def _check_torch(facts: MachineFacts) -> Iterator[Finding]:
     if here > newest:
         yield _untested(facts.torch, f"newer than {TESTED_TORCH[-1]}, the newest")
     for lacking in facts.torch_lacks:
+        if not lacking.is_in_recommended:  # no version is better
+            continue
         what = (
             f"torch {facts.torch} lacks {lacking.path}, which evenstep reads to {lacking.purpose}"
         )
