@@ -1,7 +1,10 @@
 """What a trainer, a loss, an epoch and the shares of time show of themselves."""
 
+import copy
 import io
 import json
+import operator
+import pickle
 
 import pytest
 import torch
@@ -101,6 +104,46 @@ def test_a_loss_shows_its_number():
     for refused in (json.dumps, torch.tensor):
         with pytest.raises((TypeError, RuntimeError), match=r"use float\(loss\)"):
             refused(losses)
+
+
+def a_loss():
+    with open_trainer(build("convolution"), max_in_flight=2) as trainer:
+        return trainer.step(*BATCHES[0])
+
+
+def saved_and_loaded(loss):
+    file = io.BytesIO()
+    torch.save({"loss": loss}, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)["loss"]
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.copy, copy.deepcopy, lambda loss: pickle.loads(pickle.dumps(loss)), saved_and_loaded],
+    ids=["copy", "deepcopy", "pickle", "torch.save"],
+)
+def test_a_loss_is_copied_and_pickled_as_its_number(copied):
+    loss = a_loss()
+    found = copied(loss)
+    assert type(found) is float
+    assert found == float(loss)
+    assert hash(loss) == hash(float(loss))
+    assert {loss, float(loss)} == {float(loss)}
+
+
+@pytest.mark.parametrize("name", ["lt", "le", "eq", "ne", "gt", "ge"])
+def test_a_loss_is_compared_with_tensors_as_its_number_is(name):
+    compare, loss = getattr(operator, name), a_loss()
+    number = float(loss)
+    values = torch.tensor([number - 1, number, number + 1])
+    for ours, plain in (
+        (compare(loss, values), compare(number, values)),
+        (compare(values, loss), compare(values, number)),
+    ):
+        assert ours.dtype == torch.bool
+        assert torch.equal(ours, plain)
+    assert compare(loss, number) is compare(number, number)
 
 
 # ---- the trainer, and its shares

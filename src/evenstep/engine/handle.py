@@ -7,6 +7,7 @@ functions of Dive into Deep Learning, "Asynchronous Computation".
 from __future__ import annotations
 
 import numbers
+import operator
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -70,16 +71,38 @@ class Pending(Source):
         return format(self.item() if spec else self.result(), spec)
 
 
+def _comparison(compare: Callable[[Any, Any], Any], numpys: np.ufunc) -> Callable[..., Any]:
+    """Return a method that compares as a number does; numpy would give tensors of 0 and 1."""
+
+    def method(self: PendingNumber, other: Any) -> Any:
+        if isinstance(other, torch.Tensor):
+            return compare(self.item(), other)
+        return numpys(self, other)
+
+    return method
+
+
 class PendingNumber(NDArrayOperatorsMixin, Pending):
     """A pending value that is one number, and can be used like one; each use waits for it.
 
     Operators, comparisons, `round`, `sum` and numpy's functions give Python numbers (or arrays, if
     they are given one too); TensorBoard's `add_scalar` takes it. Functions of torch take it as a
-    scalar tensor on the CPU, without a graph.
+    scalar tensor on the CPU, without a graph. It is pickled and copied as the number.
     """
 
     __slots__ = ()
-    __hash__ = object.__hash__
+    __lt__ = _comparison(operator.lt, np.less)
+    __le__ = _comparison(operator.le, np.less_equal)
+    __eq__ = _comparison(operator.eq, np.equal)
+    __ne__ = _comparison(operator.ne, np.not_equal)
+    __gt__ = _comparison(operator.gt, np.greater)
+    __ge__ = _comparison(operator.ge, np.greater_equal)
+
+    def __hash__(self) -> int:
+        return hash(self.item())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return float, (float(self),)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         return np.asarray(self.item(), dtype=dtype)
