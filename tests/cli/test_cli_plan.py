@@ -257,6 +257,18 @@ def test_a_file_that_describes_no_machine_gets_one_line(saved, tmp_path, text):
     complaint("plan", "--trace", trace, "--devices", "1", "--machine", file, code=2)
 
 
+@pytest.mark.parametrize("where", ["name", "link", "value"])
+def test_a_machine_file_writes_no_control_characters_to_the_terminal(saved, tmp_path, where):
+    bad = "\x1b[2J\x07"
+    described = {"name": {bad: 1}, "link": {"local": {bad: 1}}, "value": {"devices": bad}}[where]
+    file = tmp_path / "machine.json"
+    file.write_text(json.dumps({"machine": described}))
+    trace = saved(hand_trace("cpu:0"))
+    said = complaint("plan", "--trace", trace, "--devices", "1", "--machine", file, code=2)
+    assert said.strip().isprintable()
+    assert r"\x1b[2J" in said
+
+
 def test_no_machine_file_gets_one_line(tmp_path, saved):
     trace = saved(hand_trace("cpu:0"))
     said = complaint("plan", "--trace", trace, "--machine", tmp_path / "none", code=2)

@@ -275,6 +275,37 @@ def test_what_is_no_record_gets_one_line(tmp_path, content):
     assert len(done.stderr.splitlines()) == 1
 
 
+def edited(folder, what, change):
+    """Change the first event of a kind in a record."""
+    (file,) = folder.iterdir()
+    events = [*map(json.loads, file.read_text().splitlines())]
+    change(next(event for event in events if event.get("what") == what))
+    file.write_text("".join(f"{json.dumps(event)}\n" for event in events))
+
+
+def no_name(event):
+    event["parameters"][1] = -1
+
+
+def endless(event):
+    next(iter(event["weights"].values()))[2][0] = float("inf")
+
+
+def endless_pick(event):
+    event["picked"] = float("inf")
+
+
+@pytest.mark.parametrize(
+    ("what", "change"),
+    [("before update", no_name), ("model", endless), ("call", endless_pick)],
+)
+def test_a_record_that_was_edited_gets_one_line(tmp_path, what, change):
+    folder = record_of(tmp_path)
+    edited(folder, what, change)
+    with pytest.raises(InputError, match=rf"{folder}.* is damaged"):
+        compare(folder, folder)
+
+
 def re_of(path):
     return f"{path}.* (is damaged|holds no update|has a line)"
 

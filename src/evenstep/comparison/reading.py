@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from evenstep.errors import InputError
+from evenstep.errors import InputError, shown
 from evenstep.files import open_file
 
 _FORMAT, _VERSION = "evenstep record", 2
@@ -253,7 +253,10 @@ def _read_process(path: Path) -> Process:
         raise
     except OSError as error:
         raise InputError(f"{path} can't be read ({error.strerror or error})") from error
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+    except (
+        *(ValueError, TypeError, KeyError, IndexError, AttributeError),
+        *(OverflowError, RecursionError),
+    ) as error:
         raise InputError(f"{path} is damaged ({type(error).__name__}: {error})") from error
 
 
@@ -313,7 +316,7 @@ def _process_of(events: Iterator[dict[str, Any]]) -> Process:
             step.scale = float(event["scale"])
         elif what == "before update":
             step.seen |= _kept_by_name(event["gradients"])
-            step.held += event["parameters"]
+            step.held += map(_text, event["parameters"])
             step.settings += event["settings"]
         elif what == "update":
             step.optimizer, step.is_skipped = int(event["optimizer"]), bool(event.get("skipped"))
@@ -348,6 +351,12 @@ def _call_of(event: Mapping[str, Any]) -> Call:
         event.get("autocast"),
         int(event.get("starts", "0"), 16),
     )
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"got {shown(value)} where a name is needed")
+    return value
 
 
 def _kept_by_name(found: Mapping[str, Any]) -> dict[str, Kept]:

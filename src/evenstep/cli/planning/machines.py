@@ -119,12 +119,11 @@ def read_machine(file: Path) -> Machine:
 
 
 def _machine(fields: Mapping[str, Any]) -> Machine:
-    known = {one.name for one in dataclasses.fields(Machine)}
-    if strange := sorted(set(fields) - known):
-        raise ValueError(f"unknown: {', '.join(strange)[:100]}")
+    _refuse_unknown(fields, Machine)
     values: dict[str, Any] = {}
     for name, value in fields.items():
         if name in ("local", "network"):
+            _refuse_unknown(value, Link)
             link = {key: _number(one) for key, one in value.items() if key != "shared"}
             values[name] = Link(shared=value.get("shared") is True, **link)
         elif name in ("slowdown", "process_slowdown"):
@@ -136,6 +135,12 @@ def _machine(fields: Mapping[str, Any]) -> Machine:
         else:
             values[name] = _number(value)
     return Machine(**values)
+
+
+def _refuse_unknown(fields: Mapping[str, Any], kind: type[Machine] | type[Link]) -> None:
+    known = {one.name for one in dataclasses.fields(kind)}
+    if strange := sorted(set(fields) - known):
+        raise ValueError(f"unknown: {', '.join(map(repr, strange))[:100]}")
 
 
 def _number(value: Any, least: float = 0, most: float = 1e18) -> float:
