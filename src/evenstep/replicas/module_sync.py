@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from evenstep.devices import Device
+from evenstep.private_torch.modules import own_parameters
 from evenstep.private_torch.tensors import version_of
 from evenstep.replicas.computed_before import TORCHS_OWN, carried, has_graph
 from evenstep.replicas.replica import same_bits, strided_parts
@@ -27,7 +28,7 @@ _LARGE = 1 << 16  # elements: larger tensors are compared by torch's version cou
 _SCALARS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 _FIXED = (
     *(type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),
-    *(weakref.ReferenceType, torch.Generator, nn.Parameter),
+    *(weakref.ReferenceType, torch.Generator),
 )
 _PLAIN = (list, tuple, dict)
 
@@ -129,8 +130,9 @@ class ModuleWatch:
 
 
 def _internals(module: nn.Module) -> Iterator[Any]:
-    """Yield the containers in which torch keeps a module's parts."""
-    return (value for key, value in module.__dict__.items() if key in TORCHS_OWN)
+    """Yield the containers in which torch keeps a module's parts, and its parameters."""
+    yield from (value for key, value in module.__dict__.items() if key in TORCHS_OWN)
+    yield from own_parameters(module).values()
 
 
 def _same_items(now: Mapping[str, Any], seen: Mapping[str, Any]) -> bool:

@@ -1,0 +1,100 @@
+"""What a model reaches through its attributes may change between steps, as in plain torch."""
+
+import pytest
+import torch
+from torch import nn
+
+from evenstep import Trainer
+from evenstep.errors import ContractError
+from layouts import own
+
+LAYOUTS = (1, 3, own(2))
+
+
+class Distilled(nn.Module):
+    """A student with a teacher that `parameters()` does not show."""
+
+    def __init__(self, hide):
+        super().__init__()
+        self.net = nn.Linear(6, 4)
+        hide(self, nn.Linear(6, 4).double().requires_grad_(False))
+
+    def forward(self, x):
+        teacher = self.teacher[0] if isinstance(self.teacher, list) else self.teacher
+        return self.net(x) - teacher(x)
+
+
+def in_a_list(model, teacher):
+    model.teacher = [teacher]
+
+
+def past_setattr(model, teacher):
+    object.__setattr__(model, "teacher", teacher)
+
+
+def follow(model):
+    teacher = model.teacher[0] if isinstance(model.teacher, list) else model.teacher
+    with torch.no_grad():
+        for old, new in zip(teacher.parameters(), model.net.parameters(), strict=True):
+            old.lerp_(new, 0.5)
+
+
+def train(make, *, devices=None, change=None, after_update=None, max_in_flight=1):
+    """Return the parameters after some steps, by plain torch if there are no devices.
+
+    Args:
+        make: returns the model.
+        devices: the devices.
+        change: called with the model and the step's number, before the step.
+        after_update: called with the model after each update.
+        max_in_flight: how many steps may be in flight.
+    """
+    torch.manual_seed(0)
+    model, loss = make().double(), nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    batches = [(torch.randn(32, 6).double(), torch.randint(4, (32,))) for _ in range(5)]
+    change = change or (lambda model, number: None)
+    if devices is None:
+        for number, (X, y) in enumerate(batches):
+            change(model, number)
+            optimizer.zero_grad()
+            loss(model(X), y).backward()
+            optimizer.step()
+            if after_update:
+                after_update(model)
+    else:
+        given = {"max_in_flight": max_in_flight, "after_update": after_update}
+        with Trainer(model, optimizer, loss, devices=devices, **given) as trainer:
+            for number, (X, y) in enumerate(batches):
+                change(model, number)
+                trainer.step(X, y)
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def assert_as_in_plain_torch(make, **given):
+    one, *others = [train(make, devices=devices, **given) for devices in LAYOUTS]
+    torch.testing.assert_close(one, train(make, **given))
+    for other in others:
+        assert all(map(torch.equal, other, one))
+
+
+@pytest.mark.parametrize("hide", [in_a_list, past_setattr])
+def test_a_hidden_teacher_that_follows_the_student(hide):
+    def make():
+        return Distilled(hide)
+
+    assert_as_in_plain_torch(make, after_update=follow)
+    assert_as_in_plain_torch(make, change=lambda model, number: follow(model))
+    with pytest.raises(ContractError, match="after_update has changed what an attribute holds"):
+        train(make, devices=2, after_update=follow, max_in_flight=2)
+
+
+def test_a_hidden_teacher_that_stays_does_not_make_the_copies_again():
+    model = Distilled(in_a_list).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with Trainer(model, optimizer, nn.CrossEntropyLoss(), devices=2) as trainer:
+        trainer.step(torch.randn(32, 6).double(), torch.randint(4, (32,)))
+        copies = [id(replica.module) for replica in trainer._replicas.all]
+        for _ in range(3):
+            trainer.step(torch.randn(32, 6).double(), torch.randint(4, (32,)))
+        assert [id(replica.module) for replica in trainer._replicas.all] == copies
