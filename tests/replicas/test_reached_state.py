@@ -1,5 +1,10 @@
 """What a model reaches through its attributes may change between steps, as in plain torch."""
 
+import array
+import ctypes
+import functools
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -98,3 +103,95 @@ def test_a_hidden_teacher_that_stays_does_not_make_the_copies_again():
         for _ in range(3):
             trainer.step(torch.randn(32, 6).double(), torch.randint(4, (32,)))
         assert [id(replica.module) for replica in trainer._replicas.all] == copies
+
+
+class Schedule:
+    """A factor that follows the step, in an attribute that Python renames."""
+
+    __slots__ = ("__factor",)
+
+    def __init__(self):
+        self.set(1.0)
+
+    def set(self, factor):
+        self.__factor = factor
+
+    def value(self):
+        return self.__factor
+
+
+class Pair(ctypes.Structure):
+    _fields_ = (("one", ctypes.c_double), ("other", ctypes.c_double))
+
+
+def set_in(key):
+    return lambda held, factor: held.__setitem__(key, factor)
+
+
+def unmask(held, factor):
+    held.mask[0] = factor < 0.5
+
+
+HOLDERS = {  # what an attribute holds, how it gives a factor, and how this is changed
+    "a bound method": (
+        lambda: Schedule().value,
+        lambda held: held(),
+        lambda held, factor: held.__self__.set(factor),
+    ),
+    "a partial of one": (
+        lambda: functools.partial(Schedule().value),
+        lambda held: held(),
+        lambda held, factor: held.func.__self__.set(factor),
+    ),
+    "a private slot": (Schedule, Schedule.value, Schedule.set),
+    "array.array": (lambda: array.array("d", [1.0]), lambda held: held[0], set_in(0)),
+    "a value of ctypes": (
+        lambda: ctypes.c_double(1.0),
+        lambda held: held.value,
+        lambda held, factor: setattr(held, "value", factor),
+    ),
+    "a structure of ctypes": (
+        Pair,
+        lambda held: 1.0 + held.other,
+        lambda held, factor: setattr(held, "other", factor),
+    ),
+    "a matrix": (lambda: np.ones((1, 1)).view(np.matrix), lambda held: held[0, 0], set_in((0, 0))),
+    "a masked array": (lambda: np.ma.array([1.0]), lambda held: held[0], set_in(0)),
+    "its mask": (
+        lambda: np.ma.array([3.0], mask=[False]),
+        lambda held: held.filled(0.5)[0],
+        unmask,
+    ),
+    "an array of objects": (
+        lambda: np.array([[1.0]], dtype=object),
+        lambda held: held[0, 0],
+        set_in((0, 0)),
+    ),
+    "in an array of objects": (
+        lambda: np.array([Schedule()], dtype=object),
+        lambda held: held[0].value(),
+        lambda held, factor: held[0].set(factor),
+    ),
+    "a bytearray": (
+        lambda: bytearray([1]),
+        lambda held: held[0] / 100,
+        lambda held, factor: held.__setitem__(0, int(100 * factor)),
+    ),
+}
+
+
+class Scaled(nn.Module):
+    def __init__(self, held, read):
+        super().__init__()
+        self.net, self.held, self.read = nn.Linear(6, 4), held, read
+
+    def forward(self, x):
+        return self.net(x) * float(self.read(self.held))
+
+
+@pytest.mark.parametrize(("make", "read", "write"), HOLDERS.values(), ids=HOLDERS)
+def test_an_object_that_changes_in_place(make, read, write):
+    def change(model, number):
+        write(model.held, 1 / (1 + number))
+
+    assert_as_in_plain_torch(lambda: Scaled(make(), read), change=change)

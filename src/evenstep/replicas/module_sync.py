@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import enum
 import functools
+import mmap
 import operator
 import types
 import weakref
@@ -27,8 +28,8 @@ Contents: TypeAlias = "tuple[Any, ...]"
 _LARGE = 1 << 16  # elements: larger tensors are compared by torch's version counter alone
 _SCALARS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 _FIXED = (
-    *(type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),
-    *(weakref.ReferenceType, torch.Generator),
+    *(type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType),
+    *(weakref.ReferenceType, torch.Generator, mmap.mmap, memoryview),
 )
 _PLAIN = (list, tuple, dict)
 
@@ -180,7 +181,20 @@ def _reader(value: Any) -> Callable[[Any], Contents]:
         return _READERS[type(value)]
     if isinstance(value, (*_SCALARS, *_FIXED)):
         return _nothing
-    return _read_tensor if isinstance(value, torch.Tensor) else _read_object
+    if isinstance(value, torch.Tensor):
+        return _read_tensor
+    if isinstance(value, np.ndarray):
+        return _read_kind_of_array
+    return _read_memory if _shows_memory(value) else _read_object
+
+
+def _shows_memory(value: Any) -> bool:
+    """Return whether an object has the buffer protocol: a `bytearray`, values of ctypes."""
+    try:
+        memoryview(value).release()
+    except (TypeError, ValueError, BufferError):
+        return False
+    return True
 
 
 def _nothing(value: Any) -> Contents:
@@ -199,7 +213,19 @@ def _read_tensor(tensor: torch.Tensor) -> Contents:
 
 
 def _read_array(array: np.ndarray[Any, Any]) -> Contents:
-    return array.dtype.str, array.shape, array.tobytes()
+    held = array.flat if array.dtype == object else (array.tobytes(),)
+    return array.dtype.str, array.shape, *held
+
+
+def _read_kind_of_array(array: np.ndarray[Any, Any]) -> Contents:
+    """Return the contents of an array of a class of its own (masked, a matrix), and attributes."""
+    if isinstance(array, np.memmap) and not array.flags.writeable:
+        return _read_object(array)
+    return *_read_object(array), *_read_array(np.asarray(array))
+
+
+def _read_memory(value: Any) -> Contents:
+    return *_read_object(value), bytes(value)
 
 
 def _read_object(value: Any) -> Contents:
@@ -213,7 +239,12 @@ def _read_object(value: Any) -> Contents:
 def _slots_of(kind: type) -> Sequence[str]:
     slots = kind.__dict__.get("__slots__", ())
     names = (slots,) if isinstance(slots, str) else tuple(slots)
-    return [name for name in names if not name.startswith("__")]
+    private = f"_{kind.__name__.lstrip('_')}"
+    return [
+        private + name if name.startswith("__") else name
+        for name in names
+        if not (name.startswith("__") and name.endswith("__"))
+    ]
 
 
 def _items(value: Any) -> Contents:
@@ -221,9 +252,7 @@ def _items(value: Any) -> Contents:
         return *value, *value.values()
     if isinstance(value, list | tuple | collections.deque):
         return tuple(value)
-    if isinstance(value, set | frozenset):
-        return (frozenset(value),)
-    return (bytes(value),) if isinstance(value, bytearray) else ()
+    return (frozenset(value),) if isinstance(value, set | frozenset) else ()
 
 
 _READERS: dict[type, Callable[[Any], Contents]] = {
@@ -234,6 +263,7 @@ _READERS: dict[type, Callable[[Any], Contents]] = {
     torch.Tensor: _read_tensor,
     np.ndarray: _read_array,
     functools.partial: lambda value: (value.func, value.args, value.keywords),
+    types.MethodType: lambda value: (value.__self__, value.__func__),
 }
 
 
