@@ -3,6 +3,7 @@
 import array
 import ctypes
 import functools
+import threading
 
 import numpy as np
 import pytest
@@ -195,3 +196,78 @@ def test_an_object_that_changes_in_place(make, read, write):
         write(model.held, 1 / (1 + number))
 
     assert_as_in_plain_torch(lambda: Scaled(make(), read), change=change)
+
+
+class Masked(nn.Module):
+    """Keeps a mask in an attribute of its weight, as code that prunes does."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(6, 4)
+
+    def forward(self, x):
+        mask = getattr(self.net.weight, "mask", 1.0)
+        return nn.functional.linear(x, self.net.weight * mask, self.net.bias)
+
+
+def set_mask(model, number):
+    if number != 1:
+        model.net.weight.mask = (torch.arange(24).view(4, 6) % 6 >= number).double()
+
+
+def write_mask(model, number):
+    if number == 0:
+        model.net.weight.mask = torch.ones(4, 6).double()
+    else:
+        model.net.weight.mask[:, number] = 0
+
+
+def add_mask(model, number):
+    if number == 2:
+        set_mask(model, number)
+    if number == 4:
+        del model.net.weight.mask
+
+
+@pytest.mark.parametrize("change", [set_mask, write_mask, add_mask])
+def test_an_attribute_of_a_parameter(change):
+    assert_as_in_plain_torch(Masked, change=change)
+    in_flight = train(Masked, devices=2, change=change, max_in_flight=2)
+    assert all(map(torch.equal, in_flight, train(Masked, devices=1, change=change)))
+
+
+def test_an_attribute_of_a_parameter_that_after_update_writes_in_flight_is_refused():
+    numbers = iter(range(10))
+    with pytest.raises(ContractError, match="after_update has changed what an attribute holds"):
+        train(
+            Masked,
+            devices=2,
+            after_update=lambda model: set_mask(model, next(numbers)),
+            max_in_flight=2,
+        )
+
+
+class Tied(nn.Module):
+    """Its weight leads to a buffer, to its layer, and to what can't be copied."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(6, 4)
+        self.register_buffer("calls", torch.zeros(()))
+        self.net.weight.calls, self.net.weight.layer = self.calls, self.net
+        self.net.weight.lock = threading.Lock()
+
+    def forward(self, x):
+        self.calls += 1
+        return self.net.weight.layer(x) * self.net.weight.calls
+
+
+def test_attributes_of_a_parameter_lead_to_parts_of_the_same_copy():
+    model = Tied()
+    with Trainer(
+        model, torch.optim.SGD(model.parameters(), lr=0.5), nn.CrossEntropyLoss(), devices=2
+    ) as trainer:
+        copied = trainer._replicas.all[1].module
+        assert copied.net.weight.calls is copied.calls
+        assert copied.net.weight.layer is copied.net
+        assert copied.net.weight.lock is model.net.weight.lock

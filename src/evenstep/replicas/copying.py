@@ -92,9 +92,7 @@ def copy_parameter(parameter: nn.Parameter, device: Device, *, share: bool) -> n
     if data.stride() != parameter.stride():
         empty = data.new_empty_strided(parameter.shape, parameter.stride())
         data = empty.copy_(data)
-    replica = nn.Parameter(data, requires_grad=parameter.requires_grad)
-    replica.__dict__.update(parameter.__dict__)
-    return replica
+    return nn.Parameter(data, requires_grad=parameter.requires_grad)
 
 
 def copy_module(module: nn.Module, parameters: dict[int, nn.Parameter]) -> nn.Module:
@@ -102,7 +100,8 @@ def copy_module(module: nn.Module, parameters: dict[int, nn.Parameter]) -> nn.Mo
 
     Args:
         module: the module.
-        parameters: the copy's parameters, by the `id` of the module's own.
+        parameters: the copy's parameters, by the `id` of the module's own, whose attributes they
+            get copies of.
 
     Raises:
         ModelError: it can't be copied.
@@ -119,9 +118,21 @@ def copy_module(module: nn.Module, parameters: dict[int, nn.Parameter]) -> nn.Mo
             f"locks, files and computed tensors out of its attributes (or give it __deepcopy__), "
             f"or train on one device"
         ) from error
+    for parameter in module.parameters():
+        if own := vars(parameter):
+            there = vars(parameters[id(parameter)])
+            there.update((key, _copied_if_possible(value, known)) for key, value in own.items())
     _refuse_shared(module, copied)
     _ORIGINALS[copied] = weakref.ref(original_of(module))
     return copied
+
+
+def _copied_if_possible(value: Any, known: dict[int, Any]) -> Any:
+    """Return a copy of a parameter's attribute, or itself: some hold groups of processes."""
+    try:
+        return copy.deepcopy(value, known)
+    except Exception:
+        return value
 
 
 def move_buffers(module: nn.Module, places: Sequence[Device]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import enum
 import functools
+import itertools
 import mmap
 import operator
 import types
@@ -18,7 +19,6 @@ import torch
 from torch import nn
 
 from evenstep.devices import Device
-from evenstep.private_torch.modules import own_parameters
 from evenstep.private_torch.tensors import version_of
 from evenstep.replicas.computed_before import TORCHS_OWN, carried, has_graph
 from evenstep.replicas.replica import same_bits, strided_parts
@@ -32,6 +32,7 @@ _FIXED = (
     *(weakref.ReferenceType, torch.Generator, mmap.mmap, memoryview),
 )
 _PLAIN = (list, tuple, dict)
+_ATTRIBUTES = operator.attrgetter("__dict__")
 
 
 class Attribute(NamedTuple):
@@ -56,9 +57,9 @@ class Difference(NamedTuple):
 class ModuleWatch:
     """What the attributes of a model were when it was last looked at, to be compared with now.
 
-    The watch keeps the attributes of every module, and the contents of every list, dict, set,
-    array, tensor and plain object that is reached from them. Comparing is cheap, since nearly all
-    are the same objects as before.
+    The watch keeps the attributes of every module and parameter, and the contents of every list,
+    dict, set, array, tensor and plain object that is reached from them. Comparing is cheap, since
+    nearly all are the same objects as before, and few parameters have attributes.
 
     Args:
         model: the user's module.
@@ -68,6 +69,7 @@ class ModuleWatch:
 
     def __init__(self, model: nn.Module, *, keeps_results: bool) -> None:
         self._modules = list(model.modules())
+        self._parameters = list(model.parameters())
         self._keeps_results = keeps_results
         self.look()
 
@@ -76,11 +78,17 @@ class ModuleWatch:
         modules = self._modules
         self._own = [dict(module.__dict__) for module in modules]
         known = {id(one) for module in modules for one in (module, *_internals(module))}
-        self._holders = [*_holders((value for own in self._own for value in own.values()), known)]
+        known.update(map(id, self._parameters))
+        of_parameters = [*filter(None, map(_ATTRIBUTES, self._parameters))]
+        self._with_attributes = len(of_parameters)
+        values = (value for own in self._own for value in own.values())
+        self._holders = [*_holders(itertools.chain(of_parameters, values), known)]
 
     def difference(self) -> Difference | None:
         """Return how the model differs from when it was last looked at; None if it does not."""
-        if not all(_same(read(value), seen) for read, value, seen in self._holders):
+        if self._with_attributes != sum(map(bool, map(_ATTRIBUTES, self._parameters))) or not all(
+            _same(read(value), seen) for read, value, seen in self._holders
+        ):
             return Difference(needs_rebuild=True)
         changed = [
             Attribute(number, key)
@@ -131,9 +139,8 @@ class ModuleWatch:
 
 
 def _internals(module: nn.Module) -> Iterator[Any]:
-    """Yield the containers in which torch keeps a module's parts, and its parameters."""
-    yield from (value for key, value in module.__dict__.items() if key in TORCHS_OWN)
-    yield from own_parameters(module).values()
+    """Yield the containers in which torch keeps a module's parts."""
+    return (value for key, value in module.__dict__.items() if key in TORCHS_OWN)
 
 
 def _same_items(now: Mapping[str, Any], seen: Mapping[str, Any]) -> bool:
