@@ -179,3 +179,21 @@ def test_hooks_on_accumulated_gradients_are_refused():
         model.head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
         with pytest.raises(ModelError, match="accumulated gradient"):
             trainer.step(*make_batches((16,))[0])
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_prehook"])
+def test_hooks_on_the_nodes_that_accumulate_gradients_are_refused(kind):
+    def watched(model):
+        weight = model.head.weight
+        node = weight.view_as(weight).grad_fn.next_functions[0][0]
+        return node, getattr(node, kind)(lambda *given: None)
+
+    model = Tempered()
+    _, hook = watched(model)
+    with pytest.raises(ModelError, match=r"head\.weight has a hook on its accumulated gradient"):
+        open_trainer(model)
+    hook.remove()
+    with open_trainer(model) as trainer:
+        trainer.step(*make_batches((16,))[0])
+    with torch.inference_mode(), open_trainer(model):
+        pass

@@ -103,6 +103,15 @@ def has_hooks(node: Any) -> bool:
     return found
 
 
+def has_hooks_on_sum(parameter: torch.Tensor) -> bool:
+    """Return whether somebody watches the node that adds to a parameter's gradient."""
+    is_plain = parameter.layout is torch.strided and not parameter.is_nested
+    if not (parameter.requires_grad and is_plain) or parameter.is_inference():
+        return False
+    with torch.inference_mode(False), torch.enable_grad():
+        return has_hooks(torch.autograd.graph.get_gradient_edge(parameter).node)
+
+
 def _nothing(*_: object) -> None:
     """Change no gradient."""
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from evenstep.errors import ContractError, ModelError
+from evenstep.private_torch.graph import has_hooks_on_sum
 from evenstep.private_torch.modules import is_compiled, sum_hooks
 
 
@@ -126,11 +127,13 @@ def _refuse_compiled(where: str, module: nn.Module) -> None:
 def refuse_hooks_on_sums(members: Members) -> None:
     """Refuse hooks on accumulated gradients, which would see sums of some shards.
 
-    Those of a recorder (`evenstep record`) change nothing.
+    Those of a recorder (`evenstep record`) change nothing. Others are hooks of the parameter, or of
+    the node that adds to its gradient, as scripts for `DistributedDataParallel` set them.
     """
     for name, parameter in members.parameters:
-        hooks = sum_hooks(parameter)
-        if hooks and any(not getattr(hook, "only_reads", False) for hook in hooks.values()):
+        hooks = (sum_hooks(parameter) or {}).values()
+        changes = any(not getattr(hook, "only_reads", False) for hook in hooks)
+        if changes or (not nn.parameter.is_lazy(parameter) and has_hooks_on_sum(parameter)):
             raise ContractError(
                 f"the parameter {name} has a hook on its accumulated gradient, which would get "
                 f"sums over only some shards: change the mean gradient in before_update=..., or "
