@@ -271,3 +271,36 @@ def test_attributes_of_a_parameter_lead_to_parts_of_the_same_copy():
         assert copied.net.weight.calls is copied.calls
         assert copied.net.weight.layer is copied.net
         assert copied.net.weight.lock is model.net.weight.lock
+
+
+class Centred(nn.Module):
+    """Subtracts a buffer in a function that has the module in its closure."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.net = nn.Linear(6, 4)
+        self.register_buffer("mean", torch.zeros(6))
+        if kind == "hook":
+            self.net.register_forward_pre_hook(lambda module, given: (given[0] - self.mean,))
+        elif kind == "attribute":
+            self.centre = lambda x: x - self.mean
+        else:
+            seen = []
+            self.net.register_forward_hook(lambda *given: seen.append(self))
+
+    def forward(self, x):
+        self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
+        return self.net(getattr(self, "centre", lambda x: x)(x))
+
+
+@pytest.mark.parametrize("kind", ["hook", "attribute"])
+def test_a_function_that_reads_a_buffer_from_its_closure_is_refused_with_copies(kind):
+    train(lambda: Centred(kind), devices=1)
+    with pytest.raises(ContractError, match=r"<lambda>, which reads the buffer mean from its clos"):
+        train(lambda: Centred(kind), devices=2)
+
+
+def test_a_hook_that_only_has_the_module_in_its_closure_is_not_refused():
+    model = Centred("neither")
+    model.net.register_forward_hook(lambda *given: model.net.weight.mean() and None)
+    Trainer(model, torch.optim.SGD(model.parameters(), lr=0.5), nn.CrossEntropyLoss(), devices=2)

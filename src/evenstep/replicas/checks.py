@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dis
 import functools
 import itertools
 import types
@@ -14,7 +15,14 @@ from torch import nn
 
 from evenstep.errors import ContractError, ModelError
 from evenstep.private_torch.graph import has_hooks_on_sum
-from evenstep.private_torch.modules import is_compiled, sum_hooks
+from evenstep.private_torch.modules import (
+    forward_hooks,
+    forward_pre_hooks,
+    is_compiled,
+    own_buffers,
+    own_modules,
+    sum_hooks,
+)
 
 
 class Members(NamedTuple):
@@ -185,6 +193,47 @@ def refuse_aliases(members: Members) -> None:
                 f"shard begins with buffers of its own: register a copy (`.detach().clone()`) and "
                 f"write it in after_update=..., or compute the view in forward"
             )
+
+
+def refuse_buffers_in_closures(members: Members) -> None:
+    """Refuse forward hooks and functions in attributes that read buffers of the user's own module.
+
+    A copy of the model calls the same function, whose closure holds the user's module.
+    """
+    own = {id(module): name for name, module in members.modules}
+    for name, module in members.modules if members.buffers else ():
+        hooks = (*forward_hooks(module).values(), *forward_pre_hooks(module).values())
+        for function in (*hooks, *vars(module).values()):
+            for buffer in _buffers_read(function, own):
+                raise ContractError(
+                    f"a hook or an attribute of {f'the layer {name}' if name else 'the model'} is "
+                    f"the function {function.__qualname__}, which reads the buffer {buffer} from "
+                    f"its closure: on a copy of the model it would read the buffer of another "
+                    f"device. Make it a method, or a module that holds the buffer"
+                )
+
+
+def _buffers_read(function: Any, own: Mapping[int, str]) -> Iterator[str]:
+    """Yield the names of buffers that a function reads as `module.buffer` or `module.part.buffer`.
+
+    Args:
+        function: any object.
+        own: the names of the model's modules, by `id`.
+    """
+    if not isinstance(function, types.FunctionType) or not function.__closure__:
+        return
+    cells = zip(function.__code__.co_freevars, function.__closure__, strict=True)
+    held = {key: one for key, cell in cells if id(one := _content(cell)) in own}
+    found: Any = None
+    for step in dis.get_instructions(function) if held else ():
+        if step.opname == "LOAD_DEREF":
+            found = held.get(step.argval)
+        elif step.opname == "LOAD_ATTR" and found is not None:
+            if step.argval in own_buffers(found):
+                yield f"{own[id(found)]}.{step.argval}".removeprefix(".")
+            found = own_modules(found).get(step.argval)
+        else:
+            found = None
 
 
 def _memory(tensor: torch.Tensor) -> int | None:

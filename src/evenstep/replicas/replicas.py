@@ -44,6 +44,7 @@ from evenstep.replicas.buffer_rules import buffer_rules
 from evenstep.replicas.checks import (
     Members,
     refuse_aliases,
+    refuse_buffers_in_closures,
     refuse_hooks_on_sums,
     refuse_unwritable,
     written_error,
@@ -156,6 +157,8 @@ class Replicas:
                 )
             raise
         self._others = [replica for replica in self.all if replica is not self.home]
+        if self._others:
+            refuse_buffers_in_closures(members)
         here = self.home.device.memory
         self._elsewhere = [replica for replica in self.all if replica.device.memory != here]
         distinct = dict.fromkeys((self.home, *self._owners.values()))
