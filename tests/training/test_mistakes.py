@@ -401,7 +401,7 @@ def test_more_devices_than_cores_are_answered_by_a_note(monkeypatch):
 
 
 @pytest.mark.parametrize("call", ["evaluate", "predict"])
-@pytest.mark.parametrize("one", [X.flatten(1), (X.flatten(1), X.flatten(1))], ids=["X", "(X, X)"])
+@pytest.mark.parametrize("one", [X.flatten(1), (X.flatten(1), y)], ids=["X", "(X, y)"])
 def test_one_batch_instead_of_a_list_is_refused_before_anything_is_computed(call, one):
     """A linear layer would take each row, or each tensor, for a batch."""
     computed = []
@@ -414,6 +414,13 @@ def test_one_batch_instead_of_a_list_is_refused_before_anything_is_computed(call
         assert "evenstep" not in packages_of(seen.value) or sys.version_info < (3, 11)
         assert seen.value.__cause__ is None
         assert not computed
+
+
+def test_a_split_tensor_is_a_tuple_of_batches():
+    model = nn.Linear(36, 5)
+    with trainer_of(model) as trainer, torch.no_grad():
+        found = trainer.predict(X.flatten(1).split(2))
+        assert torch.equal(found, torch.cat([model(one) for one in X.flatten(1).split(2)]))
 
 
 # ---- a model in evaluation mode

@@ -155,7 +155,9 @@ def _refuse_one_batch(batches: object) -> None:
             "got a tensor as batches, so each of its rows would be a batch: give a list of "
             "batches, such as [X]"
         )
-    if isinstance(batches, tuple) and batches and _TENSOR.issuperset(map(type, batches)):
+    if not isinstance(batches, tuple) or not _TENSOR.issuperset(map(type, batches)):
+        return
+    if len({(one.dtype, one.shape[1:]) for one in batches}) > 1:  # else X.split(256), perhaps
         raise InputError(
             f"got a tuple of {len(batches)} tensors as batches, so each of them would be a batch: "
             f"give a list of batches, such as [(X, y)]"
