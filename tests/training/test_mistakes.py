@@ -417,10 +417,11 @@ def test_one_batch_instead_of_a_list_is_refused_before_anything_is_computed(call
 
 
 def test_a_split_tensor_is_a_tuple_of_batches():
-    model = nn.Linear(36, 5)
-    with trainer_of(model) as trainer, torch.no_grad():
-        found = trainer.predict(X.flatten(1).split(2))
-        assert torch.equal(found, torch.cat([model(one) for one in X.flatten(1).split(2)]))
+    model, batches = nn.Linear(36, 5), X.flatten(1).split(2)
+    with trainer_of(model) as trainer:
+        found = trainer.predict(batches)
+        assert torch.equal(found, trainer.predict([*batches]))
+    torch.testing.assert_close(found, model(X.flatten(1)).detach())
 
 
 # ---- a model in evaluation mode
