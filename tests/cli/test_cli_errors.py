@@ -26,6 +26,25 @@ def folder(tmp_path, monkeypatch):
 # --- what is typed wrongly
 
 
+def test_restarts_without_processes_are_refused():
+    line = complaint("train", *MLP, "--max-restarts", 3, code=2)
+    assert line.endswith("got --max-restarts without --processes: add --processes NUMBER")
+
+
+def test_an_empty_folder_of_checkpoints_is_refused():
+    assert "--checkpoint-dir" in complaint("train", *MLP, "--checkpoint-dir", "", code=2)
+
+
+def test_a_file_instead_of_a_module_and_a_model_that_is_made_already_are_answered(folder):
+    (folder / "made_models.py").write_text(
+        "from torch import nn\nmodel = nn.Linear(2, 2)\n", encoding="utf-8"
+    )
+    line = complaint("train", "--model", "made_models.py:Net", code=2)
+    assert "leave out .py, and write made_models:Net" in line
+    line = complaint("train", "--model", "made_models:model", code=2)
+    assert "is a Linear that was made already: give a function that makes it" in line
+
+
 def test_a_number_is_refused_in_plain_words():
     assert complaint("train", "--shards", 0, code=2) == (
         "evenstep: Invalid value for '--shards': 0 is not in the range 1<=x<=65536. "

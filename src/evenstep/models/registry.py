@@ -36,11 +36,22 @@ def find_factory(name: str) -> Callable[[], nn.Module]:
             f"got model {name!r}: choose {', '.join(BUILT_IN)}, or write "
             f"package.module:factory{hint}"
         )
+    if module_name.endswith(".py"):
+        raise ModelError(
+            f"got model {name!r}: leave out .py, and write "
+            f"{module_name.removesuffix('.py').replace('/', '.')}:{attribute}"
+        )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     with blamed_on(lambda: f"the module {module_name} of the model {name}"):
         module = importlib.import_module(module_name)
     factory = getattr(module, attribute, None)
+    if isinstance(factory, nn.Module):
+        raise ModelError(
+            f"{name} is a {type(factory).__name__} that was made already: give a function that "
+            f"makes it, such as `def make(): return {type(factory).__name__}(...)`, as "
+            f"{module_name}:make"
+        )
     if not callable(factory):
         found = "nothing of that name" if factory is None else f"a {type(factory).__name__}"
         raise ModelError(

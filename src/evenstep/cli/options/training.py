@@ -15,7 +15,7 @@ import click
 
 from evenstep.cli.options.completion import Suggested, SuggestedList
 from evenstep.cli.options.table import OptionTable, Scope, option
-from evenstep.cli.terminal.files import OutputFile, OutputFolder
+from evenstep.cli.terminal.files import FolderName, OutputFile, OutputFolder
 from evenstep.limits import (
     MODELS,
     MOST_EXAMPLES,
@@ -191,6 +191,7 @@ class LayoutOptions(OptionTable):
     checkpoint_dir: Path | None = option(
         None,
         "Save checkpoints here: after every epoch, at the end, and when training is stopped.",
+        FolderName(),
         metavar="DIR",
         group=_CHECKPOINTS,
     )

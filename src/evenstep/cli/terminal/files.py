@@ -88,6 +88,16 @@ class OutputFolder(click.ParamType[Path]):
         return [CompletionItem(incomplete, type="dir")]
 
 
+class FolderName(OutputFolder):
+    """The type of an option that names a folder; whether it is one is found out when it is used."""
+
+    def convert(
+        self, value: str | Path, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Path:
+        """Return the folder. Raises InputError if the name is empty."""
+        return Path(value) if str(value).strip() else super().convert(value, param, ctx)
+
+
 @contextlib.contextmanager
 def own_stdout() -> Iterator[TextIO]:
     """Inside `with`, only what is written to the given file reaches stdout, all else stderr.

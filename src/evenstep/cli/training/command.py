@@ -51,7 +51,7 @@ _DEFAULT_EPOCHS = {"digits": 30, "fashion-mnist": 10}
 
 def train(experiment: ExperimentOptions, layout: LayoutOptions) -> None:
     """Train, and print the results."""
-    _check_folder_is_given(layout)
+    _check_what_belongs_together(layout)
     if layout.secret_file is not None:
         read_secret(layout.secret_file)
         os.environ[SECRET_FILE] = str(layout.secret_file.absolute())
@@ -111,7 +111,7 @@ def _print_shares(console: Console, shares: Sequence[DeviceShares]) -> None:
         print_table(console, shares_table(shares))
 
 
-def _check_folder_is_given(layout: LayoutOptions) -> None:
+def _check_what_belongs_together(layout: LayoutOptions) -> None:
     given = {
         "--resume": layout.resume,
         "--auto-resume": layout.auto_resume,
@@ -120,6 +120,8 @@ def _check_folder_is_given(layout: LayoutOptions) -> None:
     for flag in (flag for flag, value in given.items() if value):
         if layout.checkpoint_dir is None:
             raise InputError(f"got {flag} without --checkpoint-dir: add --checkpoint-dir DIR")
+    if layout.max_restarts and layout.processes == 1 and not was_launched():
+        raise InputError("got --max-restarts without --processes: add --processes NUMBER")
 
 
 def _prepare(experiment: ExperimentOptions, layout: LayoutOptions) -> Training:
