@@ -287,3 +287,11 @@ def test_a_signal_in_the_middle_of_a_line_is_answered_once_after_it(kind):
     first, second, third = file.getvalue().splitlines()[:3]
     assert (first, third) == ("epoch 1", "epoch 2")
     assert second.startswith("stopping after this step")
+
+
+def test_without_a_standard_error_nothing_is_shown_while_something_is_loaded(monkeypatch):
+    from evenstep.cli.terminal.loading import loading
+
+    monkeypatch.setattr("sys.stderr", None)
+    with loading("torch"):
+        pass

@@ -13,7 +13,8 @@ _ERASED_LINE = "\r\x1b[K"
 @contextlib.contextmanager
 def loading(what: str) -> Iterator[None]:
     """Inside `with`, a terminal shows "loading ..."; afterwards the line is erased."""
-    is_shown = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    is_terminal = sys.stderr is not None and sys.stderr.isatty()  # None: it was closed
+    is_shown = is_terminal and os.environ.get("TERM") != "dumb"
     if is_shown:
         print(f"loading {what} ...", end="", file=sys.stderr, flush=True)
     try:
