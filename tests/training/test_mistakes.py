@@ -416,6 +416,14 @@ def test_one_batch_instead_of_a_list_is_refused_before_anything_is_computed(call
         assert not computed
 
 
+def test_some_batches_of_an_epoch_may_be_taken_at_a_time():
+    with trainer_of() as trainer:
+        batches, taken = trainer.epoch([(X, y)] * 5), []
+        while some := [*itertools.islice(batches, 2)]:
+            taken += some
+    assert len(taken) == 5
+
+
 def test_a_split_tensor_is_a_tuple_of_batches():
     model, batches = nn.Linear(36, 5), X.flatten(1).split(2)
     with trainer_of(model) as trainer:

@@ -33,6 +33,7 @@ class RestOfEpoch(Iterator[Batch]):
         self._loader = loader
         self._first = first
         self._batches = batches
+        self._loops = 0
 
     def __len__(self) -> int:
         length = length_of(self._loader)
@@ -49,7 +50,9 @@ class RestOfEpoch(Iterator[Batch]):
         Raises:
             InputError: a loop over them has ended already, so a second one would be empty.
         """
-        if inspect.getgeneratorstate(self._batches) == inspect.GEN_CLOSED:
+        self._loops += 1
+        # The second: who takes some batches at a time (`islice`) has begun more loops before.
+        if self._loops == 2 and inspect.getgeneratorstate(self._batches) == inspect.GEN_CLOSED:
             raise InputError(
                 "what trainer.epoch returns can be looped over once, and that loop has ended: call "
                 "trainer.epoch(loader) anew in each epoch"
