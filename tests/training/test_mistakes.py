@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import logging
 import pickle
 import re
