@@ -158,3 +158,47 @@ def test_the_check_leaves_no_hook():
     before = dict(nn.modules.module._global_forward_hooks)
     trained(Net, plain, 2)
     assert nn.modules.module._global_forward_hooks == before
+
+
+def features(model, x):
+    model(x)
+    return KEPT["it"]
+
+
+def kept_feature(model, x, *targets):
+    model(x)
+    return KEPT["it"].sum(), len(x)
+
+
+EVALUATIONS = {
+    "predict": lambda trainer, X, y: trainer.predict([X], features),
+    "evaluate": lambda trainer, X, y: trainer.evaluate([(X, y)], {"kept": kept_feature}),
+}
+
+
+@pytest.mark.parametrize("call", EVALUATIONS)
+def test_an_evaluation_that_reads_what_a_hook_has_kept_is_refused(call):
+    ((X, y), *_) = batches()
+    model = hooked(in_a_dict)
+    with open_trainer(model, objective=plain) as trainer:
+        with pytest.raises(ContractError, match="while another one is computed"):
+            EVALUATIONS[call](trainer, X, y)
+        calls = []
+        model.first.register_forward_hook(lambda *_: calls.append(1))
+        for _ in range(3):
+            trainer.predict([X])
+        assert len(calls) == 3 * V + 4  # two shards, twice each, once
+
+
+def test_an_evaluation_may_read_what_a_hook_keeps_in_its_module():
+    ((X, _), *_) = batches()
+    model = hooked(in_its_module)
+
+    def seen(model, x):
+        model(x)
+        return model.second.kept
+
+    with open_trainer(model, objective=plain) as trainer:
+        found = trainer.predict([X], seen)
+    model(X)
+    torch.testing.assert_close(found, model.second.kept)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import optree
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
@@ -17,6 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from evenstep.contract.repeat import ShardResult, compute_observed, first_difference
 from evenstep.errors import ContractError
 from evenstep.replicas import Replica
+from evenstep.replicas.replica import same_bits
 from evenstep.shard.forward_backward import ShardWork
 from evenstep.shard.loss import ShardObjective
 
@@ -44,13 +47,39 @@ def refuse_shared_values(
     found = compute_observed(replica, work, objective, around)
     differing = first_difference(replica, expected, found)
     if differing:
-        raise ContractError(
-            f"a shard gives two results, by itself and while another one is computed: {differing}. "
-            f"Its code keeps a value outside of the model and reads it later (a hook that fills a "
-            f"dict, a global variable, an attribute of a class), and devices overwrite each "
-            f"other's values. Keep it in an attribute of the module, which each device has for "
-            f"itself: a hook gets the module as its first argument"
-        )
+        raise _error(f": {differing}")
+
+
+def refuse_shared_outputs(
+    model: nn.Module, compute: Callable[[], Any], other: Callable[[], object]
+) -> None:
+    """Refuse an evaluation of a shard that gives something else if another one begins meanwhile.
+
+    Args:
+        model: the copy of the model that the shard is computed with.
+        compute: computes the shard, and returns a tree of tensors and numbers.
+        other: computes another shard, with another copy.
+
+    Raises:
+        ContractError: it does.
+    """
+    expected = compute()
+    with _interrupted(model, other):
+        found = compute()
+    pairs = zip(optree.tree_leaves(expected), optree.tree_leaves(found), strict=True)
+    for ours, theirs in pairs:
+        if not same_bits(torch.as_tensor(ours), torch.as_tensor(theirs)):
+            raise _error("")
+
+
+def _error(differing: str) -> ContractError:
+    return ContractError(
+        f"a shard gives two results, by itself and while another one is computed{differing}. "
+        f"Its code keeps a value outside of the model and reads it later (a hook that fills a "
+        f"dict, a global variable, an attribute of a class), and devices overwrite each "
+        f"other's values. Keep it in an attribute of the module, which each device has for "
+        f"itself: a hook gets the module as its first argument"
+    )
 
 
 @contextmanager

@@ -47,6 +47,11 @@ def has_backward_hooks(module: nn.Module) -> bool:
     return bool(backward_hooks(module) or backward_pre_hooks(module))
 
 
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Return whether a module has hooks on its forward pass."""
+    return bool(forward_hooks(module) or forward_pre_hooks(module))
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Return whether the user has compiled a module, by `torch.compile` or its own `compile`."""
     return _compiled_call(module) is not None or hasattr(module, "_torchdynamo_orig_callable")

@@ -13,13 +13,15 @@ from evenstep.batch import Batch, contiguous_runs, dealt_pairs
 from evenstep.batch.advice import advice_on
 from evenstep.batch.assignment import Pace, ShardQueue
 from evenstep.batch.cut import Cut
+from evenstep.contract.overlap import refuse_shared_outputs
 from evenstep.devices import Device
 from evenstep.engine import Engine, Task, streams
 from evenstep.engine.interrupts import interruptible
 from evenstep.engine.task import PLAIN, is_device_failure
-from evenstep.errors import add_note
+from evenstep.errors import ContractError, add_note
 from evenstep.nn.slice_runners import Exchanged
 from evenstep.options.experiment import Experiment
+from evenstep.private_torch.modules import has_forward_hooks
 from evenstep.profiling.clock import NodeTime, StepClock, Timekeeper
 from evenstep.replicas import Replica, Replicas
 from evenstep.shard.compile_policy import ShardPrograms
@@ -87,6 +89,7 @@ class IndependentExecutor:
         self._autocast_dtype = experiment.autocast_dtype
         self._timekeeper = timekeeper
         self._evaluation_pace = Pace(len(engine.devices))
+        self._checked_evaluations = set[Any]()
         self._place = [experiment.placement(device) for device in engine.devices]
 
     @property
@@ -314,6 +317,7 @@ class IndependentExecutor:
         """Return what `compute` gives for each of this process's shards, in their order."""
         self.replicas.open_step()
         try:
+            self._check_evaluation(cut, compute, seed)
             while True:
                 attempt = Attempt(0, cut, seed)
                 attempt.work.compute = compute
@@ -332,6 +336,34 @@ class IndependentExecutor:
         finally:
             self.replicas.restore_opening()
             self._timekeeper.rest()
+
+    def _check_evaluation(
+        self, cut: Cut, compute: Callable[[Replica, ShardWork], T], seed: Callable[[int], int]
+    ) -> None:
+        """Refuse shards that would read what hooks have kept of each other.
+
+        Checked is the first batch of each function, where layers have hooks and there are copies.
+        """
+        lanes, shards = sorted(self.lost.alive)[:2], cut.part.run[:2]
+        replicas = [self.replicas.of_lane(lane) for lane in lanes]
+        kind = _definition_of(compute)
+        if kind in self._checked_evaluations or self.side_by_side or len(shards) < 2:
+            return
+        if len({*map(id, replicas)}) < 2 or any(one.device.is_accelerator for one in replicas):
+            return
+        if not any(map(has_forward_hooks, self.replicas.home.module.modules())):
+            return
+        self._checked_evaluations.add(kind)
+        attempt = Attempt(0, cut, seed)
+        first, second = (
+            functools.partial(compute, replica, self._work(replica, lane, attempt, shard, None))
+            for replica, lane, shard in zip(replicas, lanes, shards, strict=True)
+        )
+        given = replicas[0].module, first, second
+        name = "check the evaluation"
+        task = self.engine.run_and_wait(refuse_shared_outputs, *given, name=name, category="check")
+        if isinstance(task.error, ContractError):
+            raise task.error
 
     def _assign_evaluation(self, attempt: Attempt) -> None:
         pace = self._evaluation_pace
@@ -417,6 +449,14 @@ class IndependentExecutor:
         node = add(left, right)
         clock.nodes.append(NodeTime(self.engine.lanes.here, lo, hi, began_s, time.perf_counter()))
         return node
+
+
+def _definition_of(compute: Any) -> Any:
+    """Return what two evaluations by the same functions have in common."""
+    functions: list[Any] = []
+    for one in compute.keywords.values():
+        functions += one.values() if isinstance(one, Mapping) else [one]
+    return compute.func, *(getattr(one, "__code__", type(one)) for one in functions)
 
 
 def explain(
