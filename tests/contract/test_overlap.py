@@ -1,10 +1,13 @@
 """Values that a shard keeps outside of the model, where devices overwrite each other's."""
 
+import threading
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from evenstep.contract import overlap
 from evenstep.errors import ContractError
 from reference import assert_same_bits
 from trainers import open_trainer, take_steps
@@ -152,6 +155,17 @@ def test_what_each_device_has_for_itself_is_right(case):
     assert_same_bits(found[2], found[0])
     for name, value in model.state_dict().items():
         torch.testing.assert_close(found[0][f"parameter/{name}"], value)
+
+
+def test_a_lock_around_the_model_keeps_nobody_for_long(monkeypatch):
+    monkeypatch.setattr(overlap, "_LONGEST_S", 0.2)
+    lock = threading.Lock()
+
+    def one_at_a_time(model, x, y):
+        with lock:
+            return plain(model, x, y)
+
+    assert_same_bits(trained(Net, one_at_a_time, 2), trained(Net, plain, 1))
 
 
 def test_the_check_leaves_no_hook():

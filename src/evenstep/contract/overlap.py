@@ -7,8 +7,10 @@ writes such a value before it reads it depends on no shard before it, but on tho
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import optree
@@ -22,6 +24,8 @@ from evenstep.replicas import Replica
 from evenstep.replicas.replica import same_bits
 from evenstep.shard.forward_backward import ShardWork
 from evenstep.shard.loss import ShardObjective
+
+_LONGEST_S = 20.0  # that another shard is waited for
 
 
 def refuse_shared_values(
@@ -82,28 +86,33 @@ def _error(differing: str) -> ContractError:
     )
 
 
-@contextmanager
+@contextlib.contextmanager
 def _interrupted(model: nn.Module, other: Callable[[], object]) -> Iterator[None]:
-    """Inside `with`, call `other` in the middle of the model's forward pass, and at its end."""
+    """Inside `with`, call `other` in the middle of the model's forward pass, and at its end.
+
+    It is called in a thread of its own, as by another device, and is not waited for if it takes
+    long: it may want a lock that the shard holds.
+    """
     last_layers = [one for one in model.modules() if next(one.children(), None) is None]
     places = [last_layers[len(last_layers) // 2], model]
-    is_inside = False
 
     def passed(module: nn.Module, *_: object) -> None:
-        nonlocal is_inside
         place = next((one for one in places if one is module), None)
-        if place is None or is_inside:
+        if place is None:
             return
         places.remove(place)
-        is_inside = True
-        try:
-            with torch.no_grad():  # what it saves is not the shard's, which may be recomputed
-                other()
-        finally:
-            is_inside = False
+        here = contextvars.copy_context()
+        thread = threading.Thread(target=here.run, args=(_called, other), daemon=True)
+        thread.start()
+        thread.join(_LONGEST_S)
 
     hook = register_module_forward_hook(passed)
     try:
         yield
     finally:
         hook.remove()
+
+
+def _called(function: Callable[[], object]) -> None:
+    with torch.no_grad(), contextlib.suppress(Exception):  # who computes it by itself meets it
+        function()
