@@ -60,9 +60,9 @@ def test_ctrl_c_stops_within_the_step_and_saves():
         *("train", "--model", "cli_models:Interrupted", "--devices", 1, "--checkpoint-dir", "kept"),
         code=130,
     )
-    assert line.startswith("evenstep: stopped after step 3 of 180")
+    assert line.startswith("evenstep: stopped after step 6 of 180")
     assert "--resume --checkpoint-dir kept" in line
-    assert steps_kept() == [3]
+    assert steps_kept() == [6]
 
 
 def test_ctrl_c_without_a_folder_says_that_nothing_is_saved():

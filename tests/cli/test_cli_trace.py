@@ -78,4 +78,4 @@ def test_a_stopped_run_leaves_its_trace(folder):
         *("train", "--model", "cli_models:Interrupted", "--devices", 1, "--trace", "run.trace"),
         code=130,
     )
-    assert run("explain", "run.trace").stdout.startswith("3 steps in ")
+    assert run("explain", "run.trace").stdout.startswith("6 steps in ")

@@ -26,10 +26,10 @@ class Net(nn.Module):
 
 
 class Interrupted(Net):
-    """Presses Ctrl-C in the middle of step 2."""
+    """Presses Ctrl-C in the middle of step 5, later than any copy that the checks make."""
 
     def forward(self, x):
-        if self.is_at(step=2, shard=3):
+        if self.is_at(step=5, shard=3):
             os.kill(os.getpid(), signal.SIGINT)
         return super().forward(x)
 

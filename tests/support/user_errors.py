@@ -503,7 +503,7 @@ WITH_HOOKS = tuple(name for name in NOT_OWNERS if name not in IN_FLIGHT)  # of t
 
 
 def in_forward(bang):
-    return {"inside": bang.passing}
+    return {"inside": lambda x: bang.passing(x)}  # a bound method would be watched for changes
 
 
 def in_update(name):

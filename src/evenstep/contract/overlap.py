@@ -11,6 +11,7 @@ import contextlib
 import contextvars
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import optree
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from evenstep.arithmetic import is_portable_here, within
 from evenstep.contract.repeat import ShardResult, compute_observed, first_difference
 from evenstep.errors import ContractError
 from evenstep.replicas import Replica
@@ -101,8 +103,9 @@ def _interrupted(model: nn.Module, other: Callable[[], object]) -> Iterator[None
         if place is None:
             return
         places.remove(place)
+        given = _called, other, within("portable" if is_portable_here() else "torch")
         here = contextvars.copy_context()
-        thread = threading.Thread(target=here.run, args=(_called, other), daemon=True)
+        thread = threading.Thread(target=here.run, args=given, daemon=True)
         thread.start()
         thread.join(_LONGEST_S)
 
@@ -113,6 +116,8 @@ def _interrupted(model: nn.Module, other: Callable[[], object]) -> Iterator[None
         hook.remove()
 
 
-def _called(function: Callable[[], object]) -> None:
-    with torch.no_grad(), contextlib.suppress(Exception):  # who computes it by itself meets it
-        function()
+def _called(
+    function: Callable[[], object], arithmetic: Callable[[], AbstractContextManager[object]]
+) -> None:
+    with arithmetic(), torch.no_grad(), contextlib.suppress(Exception):
+        function()  # its errors are met where it is computed by itself
