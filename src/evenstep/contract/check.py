@@ -86,8 +86,9 @@ def _check_beside_another(rehearsal: Rehearsal, copied: Replica, first: ShardRes
             later, first, again, functools.partial(_computed, later, work, objective)
         )
         del again  # at most three sets of gradients are there at any time
-        beside = functools.partial(_computed, later, other, _loss_alone(objective))
-        refuse_shared_values(copied, work, objective, first, beside)
+        if not copied.device.is_accelerator:  # whose threads have streams of their own
+            beside = functools.partial(_computed, later, other, _loss_alone(objective))
+            refuse_shared_values(copied, work, objective, first, beside)
         try:
             refuse_wrong_sum(copied, first, other_first, other, objective)
         except WrongSumError:  # or the second shard gives something else after the first one
