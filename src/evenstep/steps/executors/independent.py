@@ -345,13 +345,15 @@ class IndependentExecutor:
         Checked is the first batch of each function, where layers have hooks and there are copies.
         """
         lanes, shards = sorted(self.lost.alive)[:2], cut.part.run[:2]
-        replicas = [self.replicas.of_lane(lane) for lane in lanes]
         kind = _definition_of(compute)
         if kind in self._checked_evaluations or self.side_by_side or len(shards) < 2:
             return
-        if len({*map(id, replicas)}) < 2 or any(one.device.is_accelerator for one in replicas):
+        if any(self.engine.devices[lane].is_accelerator for lane in lanes):
             return
         if not any(map(has_forward_hooks, self.replicas.home.module.modules())):
+            return
+        replicas = [self.replicas.of_lane(lane) for lane in lanes]
+        if len({*map(id, replicas)}) < 2:
             return
         self._checked_evaluations.add(kind)
         attempt = Attempt(0, cut, seed)
