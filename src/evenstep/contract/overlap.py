@@ -27,7 +27,7 @@ from evenstep.replicas.replica import same_bits
 from evenstep.shard.forward_backward import ShardWork
 from evenstep.shard.loss import ShardObjective
 
-_LONGEST_S = 20.0  # that another shard is waited for
+_LONGEST_S = 20.0  # for which a shard waits for another one that begins inside it
 
 
 def refuse_shared_values(
@@ -92,11 +92,12 @@ def _error(differing: str) -> ContractError:
 def _interrupted(model: nn.Module, other: Callable[[], object]) -> Iterator[None]:
     """Inside `with`, call `other` in the middle of the model's forward pass, and at its end.
 
-    It is called in a thread of its own, as by another device, and is not waited for if it takes
-    long: it may want a lock that the shard holds.
+    It is called in a thread of its own, as by another device. If it takes long, the shard goes on
+    meanwhile, since it may hold a lock that the other one wants; both have ended at the end.
     """
     last_layers = [one for one in model.modules() if next(one.children(), None) is None]
     places = [last_layers[len(last_layers) // 2], model]
+    threads: list[threading.Thread] = []
 
     def passed(module: nn.Module, *_: object) -> None:
         place = next((one for one in places if one is module), None)
@@ -106,6 +107,7 @@ def _interrupted(model: nn.Module, other: Callable[[], object]) -> Iterator[None
         given = _called, other, within("portable" if is_portable_here() else "torch")
         here = contextvars.copy_context()
         thread = threading.Thread(target=here.run, args=given, daemon=True)
+        threads.append(thread)
         thread.start()
         thread.join(_LONGEST_S)
 
@@ -114,6 +116,8 @@ def _interrupted(model: nn.Module, other: Callable[[], object]) -> Iterator[None
         yield
     finally:
         hook.remove()
+        for thread in threads:
+            thread.join()
 
 
 def _called(
