@@ -158,13 +158,38 @@ def test_a_loss_that_becomes_a_sum_is_refused(make):
             trainer.step(X, target)
 
 
-def test_a_hook_of_a_loss_sees_each_shard():
+def test_a_hook_of_a_loss_sees_the_mean_of_each_shard():
     seen, loss = [], nn.CrossEntropyLoss()
     loss.register_forward_hook(lambda module, args, total: seen.append(total.item()))
     with opened(net(), loss, shards=4, check="off") as trainer:
         value = float(trainer.step(X, Y))
     assert len(seen) == 4
-    assert sum(seen) / 16 == pytest.approx(value, rel=1e-12)
+    assert sum(seen) / 4 == pytest.approx(value, rel=1e-12)
+
+
+@pytest.mark.parametrize("ignored", [0, 3, 4])
+def test_a_hook_that_changes_the_loss_changes_the_mean(ignored):
+    """Such as "flooding", which keeps a training loss above a level.
+
+    Source: Ishida et al., Do we need zero training loss after achieving zero training error?
+    """
+
+    def flooded():
+        loss = nn.CrossEntropyLoss(ignore_index=-1)
+        loss.register_forward_hook(lambda module, args, mean: (mean - 99).abs() + 99)  # uphill
+        return loss
+
+    labels = Y.clone()
+    labels[:ignored] = -1
+    assert_trains_as_plainly(net, flooded, [(X, labels)] * 3)
+
+
+def test_a_hook_that_bends_the_loss_where_shards_lie_is_refused():
+    loss = nn.CrossEntropyLoss()
+    loss.register_forward_hook(lambda module, args, mean: mean.square())
+    with opened(net(), loss, shards=4) as trainer:
+        with pytest.raises(ContractError, match="does not add up"):
+            trainer.step(X, Y)
 
 
 @pytest.mark.parametrize("name", CHANGES)

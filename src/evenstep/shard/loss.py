@@ -374,16 +374,6 @@ def _class_sums(
     targets, counted or not, that each of the `examples` has; they are left if that is None.
     """
     weight, ignored = loss.weight, loss.ignore_index
-    before, around, behind = ANY_HOOKS
-    if getattr(loss, before) or getattr(loss, around) or getattr(loss, behind):
-        summed = copy.copy(loss)
-        summed.reduction = "sum"
-        total: torch.Tensor = summed(output, target)
-    elif isinstance(loss, nn.NLLLoss):
-        total = F.nll_loss(output, target, weight, ignore_index=ignored, reduction="sum")
-    else:
-        smoothing = loss.label_smoothing
-        total = F.cross_entropy(output, target, weight, None, ignored, None, "sum", smoothing)
     count: Number
     if target.is_floating_point():  # class probabilities: a mean over positions
         count = targets = output.numel() // output.shape[1]
@@ -391,6 +381,16 @@ def _class_sums(
         counted, targets = target != ignored, target.numel()
         weights = counted if weight is None else weight[torch.where(counted, target, 0)]
         count = counted.sum() if weight is None else torch.where(counted, weights, 0.0).sum()
+    before, around, behind = ANY_HOOKS
+    hooked = getattr(loss, before) or getattr(loss, around) or getattr(loss, behind)
+    total: torch.Tensor
+    if hooked and count:  # hooks get the mean, as without evenstep
+        total = loss(output, target) * count
+    elif isinstance(loss, nn.NLLLoss):
+        total = F.nll_loss(output, target, weight, ignore_index=ignored, reduction="sum")
+    else:
+        smoothing = loss.label_smoothing
+        total = F.cross_entropy(output, target, weight, None, ignored, None, "sum", smoothing)
     if examples is None or targets == examples:
         return total, count
     return total / (targets // examples), count / (targets // examples)
