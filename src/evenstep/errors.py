@@ -234,25 +234,57 @@ def was_entered(code: types.CodeType, error: BaseException) -> bool:
 def hide_own_frames(error: Exception) -> None:
     """Leave evenstep's frames out of the traceback of an error that is about to reach the user.
 
-    What remains are the lines of the user's program and of the libraries that it calls. The frames
-    stay where they say something: if evenstep itself fails, with an error that it does not raise
-    on purpose, and while the logger "evenstep" has the level DEBUG.
+    What remains are the lines of the user's program and of the libraries that it calls, also for
+    the earlier errors that are shown with it. The frames stay where they say something: if evenstep
+    itself fails, with an error that it does not raise on purpose, and while the logger "evenstep"
+    has the level DEBUG.
     """
-    if logging.getLogger("evenstep").isEnabledFor(logging.DEBUG):
+    if logging.getLogger("evenstep").isEnabledFor(logging.DEBUG) or _failed_itself(error):
         return
-    frames, link = [], error.__traceback__
-    while link is not None:
-        frames.append(link)
-        link = link.tb_next
-    if not frames or (_is_own(frames[-1]) and not isinstance(error, EvenstepError)):
-        return
+    shorter = _without_own(error)
+    if sys.version_info < (3, 11):  # where a bare `raise` shows what was caught: one frame stays
+        assert error.__traceback__ is not None
+        error.__traceback__.tb_next = shorter
+    BaseException.with_traceback(error, shorter)  # the class of the error may have its own method
+    for earlier in _earlier(error):
+        if error.__cause__ is earlier or not _failed_itself(earlier):
+            BaseException.with_traceback(earlier, _without_own(earlier))
+
+
+def _failed_itself(error: BaseException) -> bool:
+    """Whether no line outside of evenstep raised an error, nor evenstep on purpose."""
+    links = _links(error)
+    return not links or (_is_own(links[-1]) and not isinstance(error, EvenstepError))
+
+
+def _without_own(error: BaseException) -> types.TracebackType | None:
+    """Return an error's traceback without the frames of evenstep."""
     shorter: types.TracebackType | None = None
-    for one in reversed(frames):
+    for one in reversed(_links(error)):
         if not _is_own(one):
             shorter = types.TracebackType(shorter, one.tb_frame, one.tb_lasti, one.tb_lineno)
-    if sys.version_info < (3, 11):  # where a bare `raise` shows what was caught: one frame stays
-        frames[0].tb_next = shorter
-    BaseException.with_traceback(error, shorter)  # the class of the error may have its own method
+    return shorter
+
+
+def _links(error: BaseException) -> list[types.TracebackType]:
+    links, link = [], error.__traceback__
+    while link is not None:
+        links.append(link)
+        link = link.tb_next
+    return links
+
+
+def _earlier(error: BaseException) -> list[BaseException]:
+    """Return the errors that are shown above an error: what it came from, or came while handling."""
+    found, latest = [error], error
+    while True:
+        before = latest.__cause__
+        if before is None and not latest.__suppress_context__:
+            before = latest.__context__
+        if before is None or any(before is one for one in found):
+            return found[1:]
+        found.append(before)
+        latest = before
 
 
 def _is_own(link: types.TracebackType) -> bool:

@@ -69,6 +69,20 @@ def test_a_reader_that_goes_away_ends_the_run_and_it_is_saved(tmp_path):
     assert read_checkpoint(folder)["steps_done"] > 0
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's full device")
+def test_an_output_that_is_full_ends_the_run_and_it_is_saved(tmp_path):
+    folder = tmp_path / "kept"
+    with open("/dev/full", "w") as full:
+        options = (*MLP, "--steps", 1, "--checkpoint-dir", folder)
+        process = start("train", *options, stdout=full)
+        errors = process.communicate(60)[1]
+    assert process.returncode == 1
+    assert the_line(errors) == (
+        "evenstep: the output can't be written (No space left on device)"
+    )
+    assert steps_kept(folder) == [1]
+
+
 def test_a_disk_that_is_full_keeps_the_earlier_checkpoint(tmp_path):
     """A limit on file sizes simulates it: the last checkpoint does not fit."""
     folder = tmp_path / "kept"

@@ -127,6 +127,28 @@ def own(function):
     return type(function)(function.__code__, {**vars(trainer_module)}, closure=function.__closure__)
 
 
+def test_an_error_shortens_the_one_that_it_came_from_too(tmp_path):
+    (tmp_path / "it.pt2").write_bytes(b"no archive")
+    with pytest.raises(evenstep.errors.EvenstepError) as caught:
+        evenstep.load_exported(tmp_path / "it.pt2")
+    assert caught.value.__cause__ is not None
+    assert "evenstep" not in modules_of(caught.value.__cause__)
+
+
+def test_a_fault_of_evenstep_under_another_error_keeps_its_frames(monkeypatch):
+    def fail(*_, **__):
+        raise AttributeError("a fault of ours")
+
+    with open_trainer(nn.Sequential(nn.Flatten(), nn.Linear(36, 5))) as trainer:
+        monkeypatch.setattr(trainer, "_step", own(fail))
+        with pytest.raises(evenstep.errors.InputError) as caught:
+            try:
+                trainer.step(*BATCH)
+            except AttributeError:
+                evenstep.find_devices(0)
+    assert modules_of(caught.value.__context__).count("evenstep") >= 2
+
+
 def test_the_level_debug_shows_all_frames(caplog):
     with (
         caplog.at_level(logging.DEBUG, "evenstep"),

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import traceback
 from typing import Any, NoReturn
 
 import click
@@ -65,6 +66,15 @@ class Program(click.Group):
             follows = isinstance(error, PeerError)
             reported = isinstance(error, PeerError) and error.reported
             _fail(spell_options(str(error)), code, follows=follows, reported=reported)
+        except OSError as error:
+            if not _came_from_output(error):
+                raise
+            _fail(_UNWRITTEN.format(error.strerror), 1)
+        try:
+            sys.stdout.flush()
+        except OSError as error:
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (until Python ends)
+            _fail(_UNWRITTEN.format(error.strerror), 1)
         sys.exit(code or 0)
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
@@ -94,6 +104,15 @@ def main(context: click.Context) -> None:
 for _commands in COMMANDS.values():
     for _command in _commands:
         main.add_command(_command)
+
+
+_UNWRITTEN = "the output can't be written ({})"
+
+
+def _came_from_output(error: OSError) -> bool:
+    """Whether an error was raised where a line is printed."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_globals.get("__name__", "").partition(".")[0] in ("click", "rich")
 
 
 def _spell(error: click.ClickException) -> str:
