@@ -140,7 +140,7 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
 def test_foreign_entries_do_not_count(tmp_path):
     write_checkpoint(tmp_path, "mine", step=20)
     foreign = ["step-30", "step-000000030", "step-00000030x", "notes", ".step-00000030", "step--"]
-    for name in [*foreign, f".step-00000030.writing-{platform.node()}-{os.getpid()}"]:
+    for name in [*foreign, f".step-00000030.writing-{platform.node()}-{os.getppid()}"]:
         (tmp_path / name).mkdir()
     (tmp_path / "step-00000040").write_text("a file")
     before = names(tmp_path)
@@ -163,6 +163,7 @@ def test_only_leftovers_of_ended_processes_of_this_machine_are_removed(tmp_path)
         f".step-00000010.writing-{here}-{10**30}",
         f".step-00000010.writing-{here}-{ended}.0123456789abcdef",
         f".step-00000010.old.removing-{here}-{ended}.{'0' * 16}",
+        f".step-00000010.writing-{here}-{os.getpid()}.{'0' * 16}",  # of one with the same ID
     ]
     stay = [f".step-00000010.writing-{here}-1", f".step-00000010.writing-x{here}-{ended}"]
     stay += [f".step-00000010.writing-{here}-1.0123456789abcdef"]
@@ -171,6 +172,16 @@ def test_only_leftovers_of_ended_processes_of_this_machine_are_removed(tmp_path)
         (tmp_path / name / "tensors.safetensors").touch()
     write_checkpoint(tmp_path, {}, step=20)
     assert names(tmp_path) == sorted([*stay, "step-00000020"])
+
+
+def test_what_another_thread_writes_is_no_leftover(tmp_path):
+    def look(hidden):
+        write_checkpoint(tmp_path, {}, step=10)
+        assert hidden.is_dir()
+        return lambda state: (state, {})
+
+    write_checkpoint(tmp_path, {}, step=20, others=look)
+    assert names(tmp_path) == ["step-00000010", "step-00000020"]
 
 
 def test_a_checkpoint_that_is_being_replaced_counts_until_the_new_one_is_there(tmp_path):

@@ -60,8 +60,10 @@ _MOST_NBYTES = 1 << 28  # of a manifest, which has some hundred bytes for each t
 _CHECKPOINT = re.compile(r"step-(?P<step>\d{8}|[1-9]\d{8,})(?P<old>\.old)?")
 # Version 0.1.0 wrote no token behind the process.
 _HIDDEN = re.compile(
-    r"\.step-\d{8,}(\.old)?\.(writing|removing)-(?P<host>.*)-(?P<pid>\d+)(\.[0-9a-f]{16})?"
+    r"\.step-\d{8,}(\.old)?\.(writing|removing)-(?P<host>.*)-(?P<pid>\d+)"
+    r"(\.(?P<token>[0-9a-f]{16}))?"
 )
+_own_tokens = set[str]()
 
 _SAVE_ADVICE = {
     errno.ENOSPC: "free some space, or save to a different disk",
@@ -310,10 +312,22 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def _is_leftover(entry: Path) -> bool:
+    if entry.is_symlink():
+        return False
     if match := _HIDDEN.fullmatch(entry.name):
-        return match["host"] == platform.node() and not _is_alive(int(match["pid"]))
+        return match["host"] == platform.node() and not _is_written(match)
     match = _CHECKPOINT.fullmatch(entry.name)
     return bool(match and match["old"] and entry.with_suffix("").is_dir())
+
+
+def _is_written(hidden: re.Match[str]) -> bool:
+    """Whether a process of this machine may still write to a hidden folder.
+
+    A process may have the ID of an earlier one: in a container it usually has.
+    """
+    if int(hidden["pid"]) == os.getpid():
+        return hidden["token"] in _own_tokens
+    return _is_alive(int(hidden["pid"]))
 
 
 def _remove(path: Path) -> None:
@@ -329,8 +343,9 @@ def _remove(path: Path) -> None:
 
 
 def _hide(path: Path, doing: str) -> Path:
-    owner = f"{platform.node()}-{os.getpid()}"
-    return path.with_name(f".{path.name}.{doing}-{owner}.{secrets.token_hex(8)}")
+    token = secrets.token_hex(8)
+    _own_tokens.add(token)
+    return path.with_name(f".{path.name}.{doing}-{platform.node()}-{os.getpid()}.{token}")
 
 
 def _is_alive(pid: int) -> bool:
