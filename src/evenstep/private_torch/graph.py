@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -103,17 +103,39 @@ def has_hooks(node: Any) -> bool:
     return found
 
 
-def has_hooks_on_sum(parameter: torch.Tensor) -> bool:
-    """Return whether somebody watches the node that adds to a parameter's gradient."""
-    is_plain = parameter.layout is torch.strided and not parameter.is_nested
-    if not (parameter.requires_grad and is_plain) or parameter.is_inference():
-        return False
-    with torch.inference_mode(False), torch.enable_grad():
-        return has_hooks(torch.autograd.graph.get_gradient_edge(parameter).node)
-
-
 def _nothing(*_: object) -> None:
     """Change no gradient."""
+
+
+class _AllLeaves(torch.autograd.Function):
+    """Has a node behind which are those of all tensors that it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, *leaves: torch.Tensor) -> torch.Tensor:
+        return torch.zeros((), device="cpu")
+
+    @staticmethod
+    def backward(ctx: Any, *_: object) -> Any:
+        raise AssertionError("its graph is only looked at")
+
+
+def first_with_hooks_on_sum(parameters: Sequence[torch.Tensor]) -> int | None:
+    """Return the number of a parameter whose gradient's adding somebody watches, if there is one.
+
+    The hooks are on the node that adds to the gradient, as `node.register_hook` sets them.
+    """
+    may_have = [
+        number
+        for number, one in enumerate(parameters)
+        if one.requires_grad and one.layout is torch.strided
+        if not (one.is_nested or one.is_inference() or torch.nn.parameter.is_lazy(one))
+    ]
+    if not may_have:
+        return None
+    with torch.inference_mode(False), torch.enable_grad():
+        behind = _AllLeaves.apply(*(parameters[number] for number in may_have))  # type: ignore[no-untyped-call]
+    nodes = zip(may_have, behind.grad_fn.next_functions, strict=True)
+    return next((number for number, (node, _) in nodes if has_hooks(node)), None)
 
 
 def nodes_of(root: torch.Tensor) -> Iterator[Any]:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from evenstep.errors import ContractError, ModelError
-from evenstep.private_torch.graph import has_hooks_on_sum
+from evenstep.private_torch.graph import first_with_hooks_on_sum
 from evenstep.private_torch.modules import (
     forward_hooks,
     forward_pre_hooks,
@@ -135,18 +135,27 @@ def _refuse_compiled(where: str, module: nn.Module) -> None:
 def refuse_hooks_on_sums(members: Members) -> None:
     """Refuse hooks on accumulated gradients, which would see sums of some shards.
 
-    Those of a recorder (`evenstep record`) change nothing. Others are hooks of the parameter, or of
-    the node that adds to its gradient, as scripts for `DistributedDataParallel` set them.
+    Those of a recorder (`evenstep record`) change nothing.
     """
     for name, parameter in members.parameters:
         hooks = (sum_hooks(parameter) or {}).values()
-        changes = any(not getattr(hook, "only_reads", False) for hook in hooks)
-        if changes or (not nn.parameter.is_lazy(parameter) and has_hooks_on_sum(parameter)):
-            raise ContractError(
-                f"the parameter {name} has a hook on its accumulated gradient, which would get "
-                f"sums over only some shards: change the mean gradient in before_update=..., or "
-                f"use register_hook, whose hooks get the mean gradient"
-            )
+        if any(not getattr(hook, "only_reads", False) for hook in hooks):
+            raise _hook_error(name)
+
+
+def refuse_hooks_on_nodes(names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
+    """Refuse hooks on the nodes that add to gradients, as scripts for DDP set them."""
+    number = first_with_hooks_on_sum(parameters)
+    if number is not None:
+        raise _hook_error(names[number])
+
+
+def _hook_error(name: str) -> ContractError:
+    return ContractError(
+        f"the parameter {name} has a hook on its accumulated gradient, which would get "
+        f"sums over only some shards: change the mean gradient in before_update=..., or "
+        f"use register_hook, whose hooks get the mean gradient"
+    )
 
 
 def refuse_unwritable(members: Members) -> None:

@@ -45,6 +45,7 @@ from evenstep.replicas.checks import (
     Members,
     refuse_aliases,
     refuse_buffers_in_closures,
+    refuse_hooks_on_nodes,
     refuse_hooks_on_sums,
     refuse_unwritable,
     written_error,
@@ -173,6 +174,7 @@ class Replicas:
             ModuleWatch(model, keeps_results=self._home_computes) if self._others else None
         )
         self.computed = ComputedBefore(self._home_modules)
+        self._has_seen_nodes = False
         self._synchronised: list[tuple[int, int]] = []
         self._bits: torch.Tensor | None = None
         self._note_places()
@@ -247,6 +249,9 @@ class Replicas:
         if self.computed.are_others():
             devices = [replica.device for replica in self._others]
             self.computed.follow(zip(self._modules, devices, strict=True))
+        if not self._has_seen_nodes:  # when the first step begins: opening stays quick
+            refuse_hooks_on_nodes(self.home.names, self.home.parameters)
+            self._has_seen_nodes = True
         if not self.copies:
             self.mark_synchronised()
         return bool(self.copies) and self._synchronised != self._home_versions()
