@@ -275,7 +275,7 @@ def _links(error: BaseException) -> list[types.TracebackType]:
 
 
 def _earlier(error: BaseException) -> list[BaseException]:
-    """Return the errors that are shown above an error: what it came from, or came while handling."""
+    """Return the errors that are shown above an error: causes, and those it came beside."""
     found, latest = [error], error
     while True:
         before = latest.__cause__

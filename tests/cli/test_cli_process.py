@@ -77,9 +77,7 @@ def test_an_output_that_is_full_ends_the_run_and_it_is_saved(tmp_path):
         process = start("train", *options, stdout=full)
         errors = process.communicate(60)[1]
     assert process.returncode == 1
-    assert the_line(errors) == (
-        "evenstep: the output can't be written (No space left on device)"
-    )
+    assert the_line(errors) == ("evenstep: the output can't be written (No space left on device)")
     assert steps_kept(folder) == [1]
 
 

@@ -187,9 +187,11 @@ def test_a_hook_that_changes_the_loss_changes_the_mean(ignored):
 def test_a_hook_that_bends_the_loss_where_shards_lie_is_refused():
     loss = nn.CrossEntropyLoss()
     loss.register_forward_hook(lambda module, args, mean: mean.square())
-    with opened(net(), loss, shards=4) as trainer:
-        with pytest.raises(ContractError, match="does not add up"):
-            trainer.step(X, Y)
+    with (
+        opened(net(), loss, shards=4) as trainer,
+        pytest.raises(ContractError, match="does not add up"),
+    ):
+        trainer.step(X, Y)
 
 
 @pytest.mark.parametrize("name", CHANGES)

@@ -141,11 +141,15 @@ def test_a_fault_of_evenstep_under_another_error_keeps_its_frames(monkeypatch):
 
     with open_trainer(nn.Sequential(nn.Flatten(), nn.Linear(36, 5))) as trainer:
         monkeypatch.setattr(trainer, "_step", own(fail))
-        with pytest.raises(evenstep.errors.InputError) as caught:
+
+        def step():
             try:
                 trainer.step(*BATCH)
             except AttributeError:
                 evenstep.find_devices(0)
+
+        with pytest.raises(evenstep.errors.InputError) as caught:
+            step()
     assert modules_of(caught.value.__context__).count("evenstep") >= 2
 
 
