@@ -1,6 +1,7 @@
 """Changes to the model between two steps take effect on every device."""
 
 import functools
+import logging
 
 import pytest
 import torch
@@ -114,6 +115,17 @@ def test_plain_values_and_tensors_do_not_make_the_copies_again():
             model.temperature = 1.0 + number
             model.mask = torch.full((36,), number + 0.5)
             model.factors = [1.0, {"low": (1.0, 1.0 / (number + 1))}]
+            trainer.step(X, y)
+        assert [id(replica.module) for replica in trainer._replicas.all] == copies
+
+
+def test_a_logger_which_copies_share_does_not_make_the_copies_again():
+    model = Tempered()
+    model.log = logging.LoggerAdapter(logging.getLogger("a model's"), {})
+    with open_trainer(model, devices=2) as trainer:
+        copies = [id(replica.module) for replica in trainer._replicas.all]
+        for number, (X, y) in enumerate(make_batches((16,) * 6)):
+            model.log.setLevel(number)
             trainer.step(X, y)
         assert [id(replica.module) for replica in trainer._replicas.all] == copies
 

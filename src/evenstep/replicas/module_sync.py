@@ -6,6 +6,7 @@ import collections
 import enum
 import functools
 import itertools
+import logging
 import mmap
 import operator
 import types
@@ -30,6 +31,7 @@ _SCALARS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.devi
 _FIXED = (
     *(type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType),
     *(weakref.ReferenceType, torch.Generator, mmap.mmap, memoryview),
+    logging.Logger,  # a copy has the same one
 )
 _PLAIN = (list, tuple, dict)
 _ATTRIBUTES = operator.attrgetter("__dict__")
