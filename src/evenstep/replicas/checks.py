@@ -57,15 +57,14 @@ def check_trainable(members: Members, optimizer: torch.optim.Optimizer) -> None:
 
     Raises:
         ContractError: a layer was compiled by the user.
-        ModelError: the model has lazy parameters or hooks on accumulated gradients, or the
-            optimizer holds parameters that are not the model's.
+        ModelError: the model has lazy parameters, or the optimizer holds parameters that are not
+            the model's.
     """
     for name, module in members.modules:
         where = f"the layer {name}" if name else "the model"
         _refuse_wrapped(where, module)
         _refuse_scripted(where, module)
         _refuse_compiled(where, module)
-    refuse_hooks_on_sums(members)
     _refuse_without_data(members)
     for name, parameter in members.parameters:
         if nn.parameter.is_lazy(parameter):
