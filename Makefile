@@ -57,7 +57,7 @@ demo: $(VENV)/demo ## train LeNet on handwritten digits on 1 and on 2 devices: t
 quick: install ## the fast part of the tests (under a minute on two cores)
 	$(PYTEST) -m 'not slow' $(QUICK)
 
-test: install ## the tests (about eight minutes on two cores)
+test: install ## the tests (12 to 25 minutes on two cores)
 	$(PYTEST) -m 'not slow'
 	$(PYTEST) --accelerator -m 'not slow' tests/accelerator
 

@@ -87,7 +87,8 @@ class PendingNumber(NDArrayOperatorsMixin, Pending):
 
     Operators, comparisons, `round`, `sum` and numpy's functions give Python numbers (or arrays, if
     they are given one too); TensorBoard's `add_scalar` takes it. Functions of torch take it as a
-    scalar tensor on the CPU, without a graph. It is pickled and copied as the number.
+    scalar tensor on the CPU, without a graph. A copy is the number; pickled, it is a scalar tensor
+    with all of its digits, which `torch.load` reads, as it would not read a class of evenstep's.
     """
 
     __slots__ = ()
@@ -101,8 +102,14 @@ class PendingNumber(NDArrayOperatorsMixin, Pending):
     def __hash__(self) -> int:
         return hash(self.item())
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return float, (float(self),)
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _on_cpu(self.item()).__reduce_ex__(protocol)
+
+    def __copy__(self) -> Any:
+        return self.item()
+
+    def __deepcopy__(self, memo: object) -> Any:
+        return self.item()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         return np.asarray(self.item(), dtype=dtype)
@@ -134,7 +141,7 @@ class PendingNumber(NDArrayOperatorsMixin, Pending):
 
     def detach(self) -> torch.Tensor:
         """Wait, and return the value as a scalar tensor on the CPU."""
-        return torch.tensor(self.item())
+        return torch.tensor(self.item(), device="cpu")
 
     def cpu(self) -> torch.Tensor:
         """Wait, and return the value as a scalar tensor on the CPU."""
@@ -151,6 +158,12 @@ class PendingNumber(NDArrayOperatorsMixin, Pending):
 
     def __round__(self, digits: int | None = None) -> Any:
         return round(self.item(), digits)
+
+
+def _on_cpu(number: Any) -> torch.Tensor:
+    """Return a number as a scalar tensor, without rounding it."""
+    dtype = torch.float64 if isinstance(number, float) else None
+    return torch.tensor(number, dtype=dtype, device="cpu")
 
 
 def _as_scalar(value: Any) -> Any:
