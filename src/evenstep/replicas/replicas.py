@@ -26,6 +26,7 @@ from torch import nn
 from evenstep.devices import Device, StagedDevice
 from evenstep.devices.accelerator import ignoring_failed
 from evenstep.devices.addresses import align, are_aligned, has_foreign_attributes, rounding
+from evenstep.devices.process_wide import no_collection
 from evenstep.engine import streams
 from evenstep.errors import ContractError, InputError, ModelError, add_note
 from evenstep.private_torch.modules import (
@@ -250,7 +251,8 @@ class Replicas:
             devices = [replica.device for replica in self._others]
             self.computed.follow(zip(self._modules, devices, strict=True))
         if not self._has_seen_nodes:  # when the first step begins: opening stays quick
-            refuse_hooks_on_nodes(self.home.names, self.home.parameters)
+            with no_collection():
+                refuse_hooks_on_nodes(self.home.names, self.home.parameters)
             self._has_seen_nodes = True
         if not self.copies:
             self.mark_synchronised()
