@@ -70,7 +70,7 @@ class Layout(Options):
             (`Owners()` with either of the others); empty where each device computes whole shards,
             and each process updates the whole model.
         side_by_side: compute all shards of a batch at the same time, so that they can call
-            `evenstep.all_gather`, on the CPU devices of one process, as with `batch_norm="sync"`.
+            `evenstep.all_gather`, in one process only, as with `batch_norm="sync"`.
         tune_malloc: whether the C library's allocator keeps freed memory for the next step while
             the trainer is open.
         lanes: the class that runs the work: `ThreadLanes` starts threads for each device,

@@ -651,7 +651,8 @@ class Trainer(Habits):
 
         Args:
             batches: an iterable of batches, each a tuple or list of the arguments of `step`, or its
-                one argument.
+                one argument. With several processes, each loads its own part of every batch of an
+                `evenstep.data.Loader`, or of what `batches` yields, and whole batches of others.
             metrics: name to `metric(output, *targets) -> (total, count)`; a trainer with an
                 objective calls `metric(model, *batch)`. Or name to an object of torchmetrics: a
                 copy is updated with the output and the targets of each whole batch, on the CPU. A
