@@ -1,8 +1,8 @@
 """`hybridize`: finds the fastest way to call a model for inference.
 
 Small models spend much of their time between operations: in Python and in dispatching. `hybridize`
-traces and compiles the model, times each method, and uses the fastest one whose outputs agree with
-the model's own. The weights are those at the time of the call.
+unrolls, traces and compiles the model, times each method, and uses the fastest one whose outputs
+agree with the model's own. The weights are those at the time of the call.
 """
 
 from __future__ import annotations
