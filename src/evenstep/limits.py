@@ -15,6 +15,8 @@ BufferRule: TypeAlias = Literal["mean", "first", "sum", "max", "min", "refuse"]
     mean     the mean over the examples of the batch
     first    the value after the first shard
     sum      the opening value plus the changes of all shards
+    max      the largest value after any shard, element by element
+    min      the smallest value after any shard, element by element
     refuse   no shard may change it
 """
 

@@ -89,7 +89,7 @@ class Difference:
         repeats: whether both replays reproduced the fingerprints of the first training. If not,
             the results differ even on the same devices.
         seen: what the records of the two replays show of the place where they part: "b (Noisy) has
-            the same inputs and other outputs". "" if they show no more than the tensor does.
+            the same inputs and different outputs". "" if they show no more than the tensor does.
     """
 
     step: int

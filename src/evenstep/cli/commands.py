@@ -45,8 +45,8 @@ def train(experiment: ExperimentOptions, layout: LayoutOptions) -> None:
 
     The result is the same on any number of devices. Without options, LeNet learns to read
     handwritten digits. Without --epochs and --steps, training takes 30 epochs of digits or 10 of
-    fashion-mnist. A resumed training keeps its options; only devices, length and the folder of the
-    data may change.
+    fashion-mnist. A resumed training keeps its options; its length, the folder of the data, and
+    the options of devices, processes, checkpoints and output may change.
     """
     with loading("torch"):
         from evenstep.cli.training.command import train
