@@ -58,11 +58,9 @@ def _make(network: str, examples: int) -> tuple[nn.Module, Batch]:
 def _sizes(model: nn.Module, batch: Batch, shards: int) -> dict[str, int]:
     """Return the bytes of the gradients, and of the activations of one shard.
 
-    Activations are what the forward pass keeps for the backward pass, in the memory format that the
-    trainer chooses. Every storage counts once, and those of the parameters not at all.
+    Activations are what the forward pass keeps for the backward pass. Every storage counts once,
+    and those of the parameters not at all.
     """
-    if any(isinstance(child, nn.Conv2d) for child in model.modules()):
-        model.to(memory_format=torch.channels_last)
     x, y = (tensor[: -(-len(tensor) // shards)].clone() for tensor in batch)
     owned = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}  # keeps them alive, so that no address is reused

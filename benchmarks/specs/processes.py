@@ -96,7 +96,7 @@ def prepared(method: str, peers: Peers, vector: torch.Tensor) -> Callable[[], ob
 
 
 def trainings(network: str) -> list[Contender]:
-    """Return evenstep, DDP, and DDP with evenstep's memory format, each in two processes."""
+    """Return evenstep, DDP, and DDP with channels-last images, each in two processes."""
     job = {"network": network, "examples": BATCHES[network], **TRAINING_STEPS[network]}
     found = {
         f"{network}.evenstep": lineup.processes(job, 2),

@@ -85,7 +85,9 @@ def _opened(job: Job, method: str) -> Iterator[Step]:
     from torch._inductor import config  # slow to import
 
     config.cpp.enable_kernel_profile = True
-    experiment = evenstep.Experiment(shards=job.shards, compile=method == "hybridized")
+    experiment = evenstep.Experiment(
+        shards=job.shards, compile=method == "hybridized", memory_format="channels_last"
+    )
     layout = evenstep.Layout(lanes=InlineLanes)
     given = model, optimizer, torch.nn.CrossEntropyLoss()
     with evenstep.Trainer(*given, devices=1, experiment=experiment, layout=layout) as trainer:
