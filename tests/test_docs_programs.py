@@ -41,11 +41,18 @@ def test_start_runs_from_top_to_bottom():
     run("\n".join(blocks((DOCS / "start.md").read_text(encoding="utf-8"), "python")))
 
 
-@pytest.mark.slow  # eight short trainings of LeNet
-def test_everyday_training_runs_from_top_to_bottom(capsys):
-    run("\n".join(blocks((DOCS / "everyday.md").read_text(encoding="utf-8"), "python")))
-    found = re.search(r"'accuracy': (0\.\d+)", capsys.readouterr().out)
-    assert float(found.group(1)) > 0.3  # the average has learned
+EVERYDAY = sections("everyday.md")
+
+
+@pytest.mark.slow  # short trainings of LeNet
+@pytest.mark.parametrize(
+    "title", [title for title, text in EVERYDAY.items() if title and blocks(text, "python")]
+)
+def test_a_section_of_everyday_training_runs_by_itself(title, capsys):
+    run("\n".join(blocks(EVERYDAY[""] + EVERYDAY[title], "python")))
+    if title.startswith("EMA"):
+        found = re.search(r"'accuracy': (0\.\d+)", capsys.readouterr().out)
+        assert float(found.group(1)) > 0.3  # the average has learned
 
 
 @pytest.mark.slow  # two short trainings of LeNet
@@ -73,6 +80,17 @@ def test_concepts_run_from_top_to_bottom():
     programs = blocks((DOCS / "concepts.md").read_text(encoding="utf-8"), "python")
     assert len(programs) >= 4
     run("\n".join(programs))
+
+
+def test_plans_run_from_top_to_bottom(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run("\n".join(blocks((DOCS / "plan.md").read_text(encoding="utf-8"), "python")))
+    assert re.fullmatch(r"\d+\.\d+ \('.+',?\)", capsys.readouterr().out.splitlines()[-1])
+
+
+def test_portable_arithmetic_prints_a_fingerprint(capsys):
+    run("\n".join(blocks((DOCS / "portable.md").read_text(encoding="utf-8"), "python")))
+    assert re.fullmatch(r"[0-9a-f]{64}\n", capsys.readouterr().out)
 
 
 def test_debugging_prints_what_the_page_shows(capsys):

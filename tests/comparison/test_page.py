@@ -86,6 +86,33 @@ def test_values_on_request_say_which_differ(tmp_path):
     assert f"{2 * first!r} in {other}" in line
 
 
+class Counting(nn.Module):
+    """Keeps a number that nothing reads."""
+
+    def __init__(self, by):
+        super().__init__()
+        self.by = by
+        self.register_buffer("count", torch.zeros(3))
+
+    def forward(self, x):
+        self.count += self.by
+        return x
+
+
+def test_buffers_that_nothing_reads_are_named(tmp_path):
+    for by in (1, 2):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 3), Counting(by))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with evenstep.record(tmp_path / f"{by}.rec"):
+            for _ in range(2):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(torch.ones(6, 4)), torch.arange(6) % 3).backward()
+                optimizer.step()
+    finding = evenstep.compare(tmp_path / "1.rec", tmp_path / "2.rec")
+    assert (finding.cause, finding.place) == (Cause.BUFFERS, "1.count")
+
+
 def test_operators_are_named(tmp_path):
     one, other = (trained(tmp_path / f"{n}.rec", n, level="operator") for n in (1, 2))
     finding = evenstep.compare(one, other)
