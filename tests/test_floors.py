@@ -225,6 +225,7 @@ WRITERS = {
     "callbacks/table.py": {"open"},  # row by row
     "recording/record_file.py": {"open"},  # event by event
     "checkpoint/files.py": {"write_bytes", "save_file"},  # into a folder of its own
+    "cli/app.py": {"open"},  # os.devnull, for what Python writes at its end
     "cli/terminal/files.py": {"open"},  # a stream
     "bench/pictures.py": {"savefig"},  # into memory
     "data/download.py": {"open"},  # a draft that pooch has made
