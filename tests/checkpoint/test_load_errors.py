@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ConstantLR, SequentialLR, StepLR
+from torch.optim.lr_scheduler import ConstantLR, ExponentialLR, SequentialLR, StepLR
 
 import evenstep
 from evenstep.checkpoint.codec import encode
@@ -145,9 +145,24 @@ def test_a_scheduler_of_another_kind(tree, tmp_path):
     schedulers = [ConstantLR(optimizer), ConstantLR(optimizer)]
     scheduler = SequentialLR(optimizer, schedulers, [3])
     line = refused(tmp_path, tree, model, optimizer, scheduler)
+    module = "torch.optim.lr_scheduler"
+    assert line.startswith(
+        f"can't resume with the class of the scheduler {module}.SequentialLR instead of "
+        f"{module}.StepLR, the class of the scheduler.0 {module}.ConstantLR instead of none"
+    )
+    older = {**tree, "facts": {k: v for k, v in tree["facts"].items() if k != "scheduler"}}
+    line = refused(tmp_path, older, model, optimizer, scheduler)
     assert line.startswith(
         "the checkpoint is of a different scheduler than SequentialLR: KeyError("
     )
+
+
+def test_a_scheduler_that_would_take_the_state_of_another_one(tree, tmp_path):
+    """The state of any scheduler loads into nearly any other."""
+    model, optimizer, _ = parts(seed=9)
+    scheduler = ExponentialLR(optimizer, 0.9)
+    line = refused(tmp_path, tree, model, optimizer, scheduler)
+    assert "the checkpoint is of a different scheduler: give the one that was trained with" in line
 
 
 def test_another_fingerprint(tree, tmp_path):

@@ -153,3 +153,123 @@ def test_a_checkpoint_without_the_class_loads_as_before(tmp_path):
     again = loaded(tmp_path, lambda p: torch.optim.SGD(p, lr=0.2), seed=9)
     assert again.fingerprint() == trainer.fingerprint()
     assert again.fingerprint(version=2) == trainer.fingerprint(version=2)
+
+
+# ---- groups
+
+
+def in_groups(rates, **settings):
+    """Return what makes an optimizer with a group for each parameter, in the order of `rates`."""
+
+    def make(parameters):
+        each = [*parameters]
+        groups = [{"params": [each[place]], "lr": rate} for place, rate in rates.items()]
+        return torch.optim.SGD(groups, **settings)
+
+    return make
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_groups_in_another_order_are_refused(tmp_path, momentum):
+    """Their rates would go to other parameters; without momentum nothing else tells them apart."""
+    saved_with(in_groups({0: 0.1, 2: 0.01}, momentum=momentum), tmp_path)
+    line = refused_by(tmp_path, in_groups({2: 0.01, 0: 0.1}, momentum=momentum))
+    assert "the parameters of group 0 ['" in line
+    assert line.endswith("in the order and the groups in which they were trained")
+
+
+def test_a_rate_that_groups_share_is_shared_again(tmp_path):
+    rate = torch.tensor(0.1)
+
+    def make(parameters):
+        each = [*parameters]
+        groups = [{"params": each[:2]}, {"params": each[2:]}, {"params": [], "lr": rate.clone()}]
+        return torch.optim.Adam(groups, lr=rate.clone())
+
+    saved_with(make, tmp_path)
+    rates = [group["lr"] for group in loaded(tmp_path, make).optimizer.param_groups]
+    assert rates[0] is rates[1] is not rates[2]
+    assert rates == [rate] * 3
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("lr", "0.1", "lr of the saved group 0 is '0.1'"),
+        ("lr", None, "lr of the saved group 0 is None"),
+        ("lr", torch.ones(2), "lr of the saved group 0 is tensor"),
+        ("betas", (0.9,), "betas of the saved group 0 is (0.9,)"),
+        ("betas", 5, "betas of the saved group 0 is 5"),
+        ("eps", ..., "eps of the saved group 0 is missing"),
+    ],
+    ids=str,
+)
+def test_a_setting_of_another_type_is_refused_before_a_step(tmp_path, key, value, said):
+    saved_with(torch.optim.Adam, tmp_path)
+
+    def change(tree):
+        (group,) = tree["optimizer"]["param_groups"]
+        group[key] = value
+        if value is ...:
+            del group[key]
+
+    rewritten(tmp_path, change)
+    assert said in refused_by(tmp_path, torch.optim.Adam)
+
+
+@pytest.mark.parametrize("inner", [5, []])
+def test_inner_optimizers_of_another_type_are_refused(tmp_path, inner):
+    saved_with(torch.optim.Adam, tmp_path)
+    rewritten(tmp_path, lambda tree: tree["optimizer"].update(inner_optimizers=inner))
+    assert "as optimizers inside another one" in refused_by(tmp_path, torch.optim.Adam)
+
+
+# ---- numbers that only an attribute has
+
+
+class Counting(torch.optim.SGD):
+    """Divides its rate by the number of its steps."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+        self.done = 0
+
+    def step(self, closure=None):
+        self.done += 1
+        super().step(closure)
+
+
+class Saving(Counting):
+    def state_dict(self):
+        return {**super().state_dict(), "done": self.done}
+
+    def load_state_dict(self, state):
+        self.done = state["done"]
+        super().load_state_dict({key: one for key, one in state.items() if key != "done"})
+
+
+@pytest.mark.parametrize("kind", [Counting, Saving, torch.optim.SGD])
+def test_a_count_that_no_checkpoint_holds_is_named_once(tmp_path, caplog, kind):
+    saved_with(lambda p: kind(p) if kind is not torch.optim.SGD else kind(p, 0.1), tmp_path)
+    lines = [one for one in caplog.messages if "which changed during the training" in one]
+    assert [line.split(",")[0] for line in lines] == (
+        ["the checkpoint does not hold optimizer.done"] if kind is Counting else []
+    )
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_number_of_the_model_that_no_checkpoint_holds_is_named_once(tmp_path, caplog, changes):
+    model = build("convolution")
+    model.own = type("Own", (torch.nn.Identity,), {"__module__": "mine"})()
+    model.own.warmth = 1.0
+    made = torch.optim.SGD(model.parameters(), lr=0.1)
+    with evenstep.Trainer(model, made, LOSS, devices=1) as trainer:
+        for steps in (1, 2):
+            run(trainer, steps)
+            if changes:
+                model.own.warmth *= 0.5
+            trainer.save(tmp_path)
+    lines = [one for one in caplog.messages if "which changed during the training" in one]
+    assert [line.split(",")[0] for line in lines] == (
+        ["the checkpoint does not hold model.own.warmth"] if changes else []
+    )

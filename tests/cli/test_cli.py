@@ -171,6 +171,34 @@ def test_a_resume_on_other_devices_ends_with_the_unbroken_fingerprint(stop, unbr
     assert resumed.test_accuracy == unbroken(15).test_accuracy
 
 
+FEATURES = """
+import numpy, random, torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.random = torch.randn(784, 16) / 28  # no buffer, so in no checkpoint
+        self.scales = torch.from_numpy(numpy.random.rand(16).astype("float32"))
+        self.shift = random.random()
+        self.last = nn.Linear(16, 10)
+
+    def forward(self, x):
+        return self.last((x.flatten(1) @ self.random * self.scales + self.shift).relu())
+"""
+
+
+def test_a_resume_draws_again_what_a_model_holds_beside_its_buffers(folder):
+    (folder / "mine_random.py").write_text(FEATURES)
+    mine = ("--model", "mine_random:Net", "--seed", 3)
+    whole = trained(*mine, "--steps", 4)
+    trained(*mine, "--steps", 2, "--checkpoint-dir", "kept")
+    resumed = trained("--resume", "--steps", 4, "--checkpoint-dir", "kept")
+    assert resumed.fingerprint == whole.fingerprint
+    assert resumed.test_accuracy == whole.test_accuracy
+
+
 def test_a_resume_keeps_the_choices_and_the_length_of_the_run():
     options = ("--model", "mlp", "--lr", 0.05, "--seed", 3, "--shards", 5, "--batch-size", 200)
     unbroken = trained(*options, "--steps", 7)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import evenstep
@@ -401,6 +401,203 @@ def test_other_data_than_before_are_refused(tmp_path, loader, error):
     with pytest.raises(error, match="training (that was saved|is at batch 5|started with)"):
         train(resumed, loader(1))
     assert same(train(resumed, loader(0)), train(new(), loader(0))[5:])
+
+
+def numbered(epoch):
+    """Return the batches of an epoch in an order that follows from its number."""
+    order = torch.randperm(EXAMPLES, generator=torch.Generator().manual_seed(epoch))
+    X, y = loading.tensors()
+    return [(X[some], y[some]) for some in order.split(BATCH)]
+
+
+class CountsEpochs:
+    """Says where it is in an epoch; the epoch is counted where it is iterated."""
+
+    def __init__(self):
+        self.epoch, self.place = -1, 0
+
+    def __iter__(self):
+        if not self.place:
+            self.epoch += 1
+        return self.rest()
+
+    def rest(self):
+        batches = numbered(self.epoch)
+        while self.place < len(batches):
+            self.place += 1
+            yield batches[self.place - 1]
+        self.place = 0
+
+    def state_dict(self):
+        return {"epoch": self.epoch, "place": self.place}
+
+    def load_state_dict(self, state):
+        self.epoch, self.place = state["epoch"], state["place"]
+
+
+class SaysTheEpoch(CountsEpochs):
+    """Begins its epoch anew, wherever it was."""
+
+    def rest(self):
+        return iter(numbered(self.epoch))
+
+    def state_dict(self):
+        return {"epoch": self.epoch}
+
+    def load_state_dict(self, state):
+        self.epoch = state["epoch"]
+
+
+@pytest.mark.parametrize("kind", [CountsEpochs, SaysTheEpoch])
+@pytest.mark.parametrize("stop", [1, 5, BATCHES, BATCHES + 5, None])
+def test_a_state_that_counts_epochs_is_resumed_and_broken_off(tmp_path, kind, stop):
+    whole = train(new(), kind())
+    trainer, loader = new(), kind()
+    before = train(trainer, loader, epochs=2 if stop else 1, until=stop)
+    trainer.save(tmp_path)
+    assert same(before + train(load(tmp_path), kind()), whole)
+    assert same(before + train(trainer, loader), whole)  # the same one, after a break
+
+
+class AsTensors:
+    """The batches of one of Hugging Face's streams, with its state."""
+
+    def __init__(self, stream):
+        self.dataset = stream
+        self.state_dict, self.load_state_dict = stream.state_dict, stream.load_state_dict
+
+    def __iter__(self):
+        for batch in self.dataset:
+            yield torch.tensor(batch["X"]), torch.tensor(batch["y"])
+
+
+@pytest.mark.parametrize("stop", [1, 2, 5, BATCHES + 3])
+def test_a_stream_that_draws_for_batches_of_its_own_is_resumed(tmp_path, stop):
+    datasets = pytest.importorskip("datasets", reason="Hugging Face's datasets are not installed")
+    X, y = (one.tolist() for one in loading.tensors())
+
+    def noisy(some):
+        return {"X": [[one + random.random() for one in each] for each in some["X"]]}
+
+    def loader():
+        stream = datasets.Dataset.from_dict({"X": X, "y": y}).to_iterable_dataset(num_shards=2)
+        return AsTensors(stream.map(noisy, batched=True, batch_size=7).batch(BATCH))
+
+    whole = train(new(), loader())
+    trainer = new()
+    before = train(trainer, loader(), until=stop)
+    trainer.save(tmp_path)
+    assert same(before + train(load(tmp_path), loader()), whole)
+
+
+class ShufflesInPlace:
+    def __init__(self):
+        self.order = [*range(EXAMPLES)]
+
+    def __iter__(self):
+        random.shuffle(self.order)
+        X, y = loading.tensors()
+        for some in torch.tensor(self.order).split(BATCH):
+            yield X[some], y[some]
+
+
+def test_an_order_that_changes_after_a_break_is_refused():
+    with new() as trainer:
+        loader = ShufflesInPlace()
+        for _, batch in zip(range(3), trainer.epoch(loader), strict=False):
+            trainer.step(*batch)
+        with pytest.raises(CheckpointError, match="gives other batches in epoch 0 .* a break"):
+            next(trainer.epoch(loader))
+
+
+class Growing(Dataset):
+    """Has more examples in each epoch."""
+
+    examples = 8
+
+    def set_epoch(self, epoch):
+        self.examples = 8 * (epoch + 1)
+
+    def __len__(self):
+        return self.examples
+
+    def __getitem__(self, index):
+        X, y = loading.tensors()
+        return X[index], y[index]
+
+
+class Telling(DataLoader):
+    """Is told the epoch itself, and tells its data set."""
+
+    def set_epoch(self, epoch):
+        self.dataset.examples = 8 * (epoch + 1)
+
+
+class Told(Growing):
+    set_epoch = None
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    "make", [lambda **o: DataLoader(Growing(), **o), lambda **o: Telling(Told(), **o)]
+)
+def test_a_length_that_follows_from_the_epoch(tmp_path, make, workers):
+    def loader():
+        return make(batch_size=4, shuffle=True, num_workers=workers)
+
+    whole = train(new(), loader(), epochs=3)
+    assert len(whole) == 2 + 4 + 6
+    trainer = new()
+    before = train(trainer, loader(), epochs=2)
+    trainer.save(tmp_path)
+    assert same(before + train(load(tmp_path), loader(), epochs=3), whole)
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_an_order_that_depends_on_earlier_epochs_is_said_at_the_start_of_one(
+    tmp_path, caplog, epochs
+):
+    trainer = new()
+    before = train(trainer, ShufflesInPlace(), epochs)
+    trainer.save(tmp_path)
+    found = before + train(load(tmp_path), ShufflesInPlace(), epochs + 1)
+    lines = [one for one in caplog.messages if "its order depends on earlier epochs" in one]
+    is_as_whole = same(found, train(new(), ShufflesInPlace(), epochs + 1))
+    assert (is_as_whole, len(lines)) == (epochs == 1, epochs - 1)
+
+
+def test_nothing_is_said_of_loaders_that_are_new_in_each_epoch(tmp_path, caplog):
+    trainer = new()
+    for epoch in (1, 2):
+        train(trainer, numbered(epoch), epoch)
+    trainer.save(tmp_path)
+    train(load(tmp_path), numbered(3), 3)
+    assert not caplog.messages
+
+
+def test_other_batches_of_an_iterator_are_refused(tmp_path):
+    trainer = new()
+    train(trainer, iter(numbered(1)), until=5)
+    trainer.save(tmp_path)
+    with pytest.raises(CheckpointError, match="gives other batches in epoch 0"):
+        train(load(tmp_path), iter(numbered(2)))
+
+
+PARTS = {
+    "drop_last": (loading.plain, {"drop_last": True}, "drop_last True instead of False"),
+    "workers": (loading.Stream, {"num_workers": 1}, "num_workers 1 instead of 0"),
+    "drop_last of a stream": (loading.Stream, {"drop_last": True}, "drop_last True instead of"),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_loader_that_would_end_an_epoch_otherwise_is_refused(tmp_path, name):
+    dataset, changed, line = PARTS[name]
+    trainer = new()
+    train(trainer, DataLoader(dataset(), BATCH), until=5)
+    trainer.save(tmp_path)
+    with pytest.raises(CheckpointError, match=line):
+        train(load(tmp_path), DataLoader(dataset(), BATCH, **changed))
 
 
 @pytest.mark.parametrize("kind", kinds(sorted(PROCESSES - SPAWNED)))

@@ -65,7 +65,8 @@ def encode(tree: Tree, copy: Callable[[torch.Tensor], torch.Tensor] = row_major)
     """Split `tree` into a plain JSON value and its tensors by name.
 
     OrderedDict and defaultdict are kept as dict, `torch.Size` as tuple, `Parameter` as tensor, and
-    a numpy number or bool as the Python number that equals it.
+    a numpy number or bool as the Python number that equals it; but numpy's float32 and float16 as
+    they are, since they round what is computed with them.
 
     Args:
         tree: what is encoded.
@@ -125,6 +126,8 @@ class _Encoder:
             return {"$counter": self._pairs(value, path)}
         if kind in (torch.Tensor, torch.nn.Parameter):
             return {"$tensor": self._tensor(value, path)}
+        if kind in _SHORT_FLOATS:
+            return {"$numpy": [kind.__name__, self.encode(value.item(), path)]}
         if _is_numpy_number(value):
             return self.encode(value.item(), path)
         raise CheckpointError(
@@ -142,8 +145,10 @@ class _Encoder:
     def _key(self, key: Any, path: _Path) -> Plain:
         if type(key) in (tuple, torch.Size):
             return {"$tuple": [self._key(part, _step(path, key)) for part in key]}
-        if type(key) in _SCALARS or _is_numpy_number(key):
+        if type(key) in _SCALARS:
             return self.encode(key, path)
+        if _is_numpy_number(key):
+            return self.encode(key.item(), path)
         raise CheckpointError(
             f"{_spell(path)} has a key of type {_type_name(key)}, which a checkpoint can't hold: "
             f"use None, bool, int, float, complex, str or tuples of these"
@@ -227,6 +232,12 @@ def _decode_complex(parts: list[Plain], fetch: _Fetch) -> complex:
     return complex(real, imaginary)
 
 
+def _decode_numpy(parts: list[Plain], fetch: _Fetch) -> np.floating[Any]:
+    name, value = parts
+    (kind,) = (one for one in _SHORT_FLOATS if one.__name__ == name)
+    return kind(_decode(value, fetch))
+
+
 def _decode_pairs(pairs: list[Any], fetch: _Fetch) -> dict[Any, Tree]:
     return {_decode(key, fetch): _decode(item, fetch) for key, item in pairs}
 
@@ -298,10 +309,13 @@ _SCALARS: dict[type, Callable[[Any], Plain]] = {
     str: _encode_str,
 }
 
+_SHORT_FLOATS: tuple[type[np.floating[Any]], ...] = (np.float32, np.float16)
+
 _DECODERS: dict[str, Callable[[Any, _Fetch], Tree]] = {
     "$int": lambda digits, fetch: int(digits, 16),
     "$float": _decode_float,  # 16 hexadecimal digits: the bits of the double, big-endian
     "$complex": _decode_complex,  # [real, imaginary]
+    "$numpy": _decode_numpy,  # [name of the type, value]
     "$str": lambda digits, fetch: bytes.fromhex(digits).decode("utf-8", "surrogatepass"),
     "$tuple": lambda items, fetch: tuple(_decode(items, fetch)),
     "$dict": _decode_pairs,  # [[key, value], ...]

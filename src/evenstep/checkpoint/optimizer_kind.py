@@ -1,4 +1,4 @@
-"""The class of an optimizer and the settings it was created with, compared when training resumes.
+"""Of what kind an optimizer and a scheduler are: what is compared when training resumes.
 
 The state of one optimizer often loads into another one (Adam's into RAdam), which would then
 compute something else from it.
@@ -7,10 +7,13 @@ compute something else from it.
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from typing import Any
 
 import torch
+from torch import nn
 
+from evenstep.errors import shown
 from evenstep.replicas import inner_optimizers, is_plain_value, python_number
 
 
@@ -41,8 +44,7 @@ class OptimizerKind:
         A user's class may move from a script to a module.
         """
         of = f"of the optimizer{place}"
-        is_torchs = self.name.startswith("torch.")
-        name = self.name if is_torchs else self.name.rpartition(".")[2]
+        name = _short(self.name)
         return {f"the class {of}": name, **{f"{k} {of}": v for k, v in self.defaults.items()}}
 
 
@@ -50,3 +52,32 @@ def kinds_of(optimizer: torch.optim.Optimizer) -> dict[str, OptimizerKind]:
     """Return the kinds of an optimizer and of those inside it, by their places in it."""
     optimizers = {"": optimizer, **inner_optimizers(optimizer)}
     return {place: OptimizerKind.of(one) for place, one in optimizers.items()}
+
+
+def groups_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Return which parameters the groups of an optimizer hold, in their order, as facts.
+
+    Its state has numbers for parameters, which another order would give to others.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    found = {}
+    for number, group in enumerate(optimizer.param_groups):
+        held = [names.get(one, "one of none of the model's names") for one in group["params"]]
+        digest = zlib.crc32("\0".join(held).encode())
+        found[f"the parameters of group {number}"] = f"{shown(held)} ({digest:08x})"
+    return found
+
+
+def scheduler_kinds(scheduler: Any, place: str = "scheduler") -> dict[str, str]:
+    """Return the class of a scheduler, and of those inside it, as facts."""
+    kind = type(scheduler)
+    found = {f"the class of the {place}": _short(f"{kind.__module__}.{kind.__qualname__}")}
+    inner = getattr(scheduler, "_schedulers", ())
+    for number, one in enumerate(inner if isinstance(inner, list | tuple) else ()):
+        found |= scheduler_kinds(one, f"{place}.{number}")
+    return found
+
+
+def _short(name: str) -> str:
+    """Return the name of a class, with its module where that is torch's."""
+    return name if name.startswith("torch.") else name.rpartition(".")[2]

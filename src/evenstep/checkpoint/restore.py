@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -14,7 +15,7 @@ from evenstep.checkpoint.codec import Tree
 from evenstep.checkpoint.fingerprint import extra_states, tree_digest
 from evenstep.checkpoint.training_state import ModelState, TrainingState
 from evenstep.devices.facts import refuse_to_resume
-from evenstep.errors import CheckpointError
+from evenstep.errors import CheckpointError, shown
 from evenstep.replicas import inner_optimizers
 
 Scheduler: TypeAlias = torch.optim.lr_scheduler.LRScheduler
@@ -38,11 +39,12 @@ def restore_all(
     Raises:
         CheckpointError: one of them is of a different kind than the saved one.
     """
-    settings = [group.keys() for group in optimizer.param_groups]
+    settings = [{**group} for group in optimizer.param_groups]
     restore_model(model, saved.model)
     restore_optimizer(optimizer, saved.optimizer)
     if not saved.optimizers:
         _refuse_lost_settings(optimizer, settings)
+    _refuse_unfit_settings(optimizer, settings)
     _follow_layouts(model, optimizer, saved.model)
     restore_scheduler(scheduler, saved.scheduler)
 
@@ -130,6 +132,10 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Tree) -> None:
     """
     inner = inner_optimizers(optimizer)
     states = saved.get(_INNER, {})
+    if not isinstance(states, dict):
+        raise CheckpointError(
+            f"the checkpoint has {shown(states)} as optimizers inside another one"
+        )
     if inner.keys() != states.keys():
         raise CheckpointError(
             f"the checkpoint is of a different optimizer than {type(optimizer).__name__}: the "
@@ -169,8 +175,10 @@ def _restore_one(optimizer: torch.optim.Optimizer, saved: Tree) -> None:
 
     `load_state_dict` casts state to the dtype of its parameter; this undoes the cast.
     """
+    before = [{**group} for group in optimizer.param_groups]
     try:
         optimizer.load_state_dict(saved)
+        _share_again(optimizer.param_groups, before)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         numbers = [number for group in saved["param_groups"] for number in group["params"]]
         for number, parameter in zip(numbers, parameters, strict=True):
@@ -185,6 +193,57 @@ def _restore_one(optimizer: torch.optim.Optimizer, saved: Tree) -> None:
             f"the checkpoint is of a different optimizer than {type(optimizer).__name__} with "
             f"{len(optimizer.param_groups)} parameter groups: {error!r}"
         ) from error
+
+
+def _refuse_unfit_settings(
+    optimizer: torch.optim.Optimizer, before: Sequence[Mapping[str, Any]]
+) -> None:
+    """Refuse groups that lack a setting of the optimizer, or have no number where it had one.
+
+    Raises:
+        CheckpointError: names the setting.
+    """
+    groups = optimizer.param_groups
+    for number, (group, had) in enumerate(zip(groups, before, strict=True)):
+        for key in (key for key in optimizer.defaults if key in had):
+            if key in group and _has_form_of(had[key], group[key]):
+                continue
+            found = shown(group[key]) if key in group else "missing"
+            raise CheckpointError(
+                f"the checkpoint is of a different optimizer than {type(optimizer).__name__}, or "
+                f"damaged: {key} of the saved group {number} is {found}"
+            )
+
+
+def _has_form_of(had: Any, value: Any) -> bool:
+    """Whether a value is a number, or as many numbers, if the one before is."""
+    if isinstance(had, tuple) and had and all(map(_is_number, had)):
+        return (
+            isinstance(value, tuple | list)
+            and len(value) == len(had)
+            and all(map(_is_number, value))
+        )
+    return _is_number(value) or not _is_number(had) or isinstance(had, bool)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, int | float | complex | np.number)
+
+
+def _share_again(groups: Sequence[dict[str, Any]], before: Sequence[Mapping[str, Any]]) -> None:
+    """Let groups hold one tensor as a setting, such as `lr`, where they held one before.
+
+    All groups have that of the optimizer's default, and what writes to one's writes to all.
+    """
+    first: dict[tuple[str, int], torch.Tensor] = {}
+    for group, had in zip(groups, before, strict=True):
+        for key, value in had.items():
+            own = group.get(key)
+            if isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor):
+                one = first.setdefault((key, id(value)), own)
+                group[key] = one if torch.equal(one, own) else own
 
 
 def _refuse_lost_settings(

@@ -137,14 +137,8 @@ class TrainingState:
                 f"{folder} holds a checkpoint, but not of a trainer: give a folder that "
                 f"Trainer.save has written"
             )
-        try:
-            used = {key: value for key, value in tree.items() if key not in _UNUSED}
-            state: TrainingState = _read(cls, used, "")
-        except InputError as error:
-            raise CheckpointError(
-                f"the training state in {folder} can't be used: {error}; it is damaged, or a "
-                f"different version of evenstep wrote it"
-            ) from error
+        used = {key: value for key, value in tree.items() if key not in _UNUSED}
+        state: TrainingState = _read_from(folder, cls, used, "")
         return state
 
     @property
@@ -194,6 +188,17 @@ def read_training_state(folder: Path, without: Collection[int] = ()) -> Training
     return TrainingState.from_tree(read_checkpoint(folder, prune), folder)
 
 
+def read_experiment(folder: Path) -> Experiment:
+    """Read the experiment alone of the checkpoint in `folder`, or of the newest of several.
+
+    Raises:
+        CheckpointError: as for `read_training_state`.
+    """
+    tree = read_checkpoint(folder, lambda plain: {"experiment": plain["experiment"]})
+    experiment: Experiment = _read_from(folder, Experiment, tree["experiment"], "experiment")
+    return experiment
+
+
 def _spell(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
@@ -236,6 +241,17 @@ def _later_fields(kind: Any) -> dict[str, object]:
         for field in dataclasses.fields(kind)
         if LATER.items() <= field.metadata.items()
     }
+
+
+def _read_from(folder: Path, kind: Any, value: Any, key: str) -> Any:
+    """Return the value of `key` in the checkpoint in `folder` as the annotated type `kind`."""
+    try:
+        return _read(kind, value, key)
+    except InputError as error:
+        raise CheckpointError(
+            f"the training state in {folder} can't be used: {error}; it is damaged, or a "
+            f"different version of evenstep wrote it"
+        ) from error
 
 
 def _read(kind: Any, value: Any, key: str) -> Any:

@@ -13,7 +13,7 @@ from evenstep.checkpoint.training_state import read_training_state
 from evenstep.cli.terminal.files import target_of
 from evenstep.cli.terminal.output import fields_table, print_table
 from evenstep.cli.training.runfile import read_run_file
-from evenstep.cli.training.setup import load_data
+from evenstep.cli.training.setup import load_data, seeded_model
 from evenstep.files import sha256_of
 from evenstep.inference.export import export as write_program
 from evenstep.inference.export import load_exported
@@ -28,7 +28,7 @@ def export(checkpoint: Path, out: str) -> None:
     file = target_of(out)
     saved = read_training_state(checkpoint)
     options = read_run_file(checkpoint if list_checkpoints(checkpoint) else checkpoint.parent)
-    model = find_factory(options["model"])()
+    model = seeded_model(find_factory(options["model"]), saved.experiment)
     restore_model(model, saved.model)
     examples = load_data(options["data"], options["data_dir"], train=False).tensors[0][:_COMPARED]
     write_program(model, examples, file)

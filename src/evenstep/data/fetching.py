@@ -89,7 +89,15 @@ class Fetcher:
         self._kept: dict[bool, DataLoader[Any]] = {}  # for parts or not: workers that stay
 
     def wanted(self, epoch: int) -> Iterator[Wanted]:
-        """Draw the order of an epoch; yield all its batches, not yet fetched."""
+        """Draw the order of an epoch; yield all its batches, not yet fetched.
+
+        The loader and the data set are told the epoch at once: its length may depend on it, and
+        worker processes get the data set as it is when they start.
+        """
+        set_epoch_of(epoch, self.loader, self.loader.dataset)
+        return self._drawn(epoch)
+
+    def _drawn(self, epoch: int) -> Iterator[Wanted]:
         order = order_of(self.samplers[0], self._seed, epoch, self.loader.generator)
         for step, index in enumerate(order):
             yield Wanted(epoch, step, 0, index)

@@ -77,6 +77,12 @@ class BorrowedGenerators:
         self._generators = generators
         self._locked = locked
         self._states: list[Any] = []
+        self._seeded: list[Any] = []
+
+    @property
+    def have_drawn(self) -> bool:
+        """Whether a number was drawn since they were seeded."""
+        return not all(map(same_state, self._seeded, self._states))
 
     @INTERRUPTS.uninterrupted
     def seed(self, seed: int) -> None:
@@ -84,7 +90,7 @@ class BorrowedGenerators:
 
         def begin(_: object) -> None:
             _seed(self._generators, seed)
-            self._states = _read(self._generators)
+            self._states = self._seeded = _read(self._generators)
 
         with _alone():
             _put_back_after(begin, self._generators)

@@ -38,6 +38,8 @@ class LoaderPlace:
         snapshot: the loader's own state before this batch or an earlier one, the number of that
             batch, and the states of the generators that the loader draws from; empty without it.
         facts: what its batches depend on, by name; empty in a checkpoint of version 0.1.0.
+        before: at the start of an epoch, the digest of the first batch of the one before, and the
+            number of epochs that the loader has begun; empty where a resume need not compare it.
     """
 
     loader: str
@@ -46,6 +48,7 @@ class LoaderPlace:
     digest: int | None
     snapshot: dict[str, Any]
     facts: dict[str, Any] = field(default_factory=dict, metadata={"later": True})
+    before: list[int] = field(default_factory=list, metadata={"later": True})
 
 
 def epoch_order(examples: int, seed: int, epoch: int) -> torch.Tensor:

@@ -86,6 +86,18 @@ KINDS = {
         "settings, which are restored anyway; change optimizer.param_groups after Trainer.load",
         None,
     ),
+    "groups": Kind(
+        "refused",
+        "refused",
+        "give the optimizer its parameters in the order and the groups in which they were trained",
+        None,
+    ),
+    "scheduler": Kind(
+        "refused",
+        "refused",
+        "the checkpoint is of a different scheduler: give the one that was trained with; its "
+        "settings are restored",
+    ),
     "data": Kind(
         "refused",
         "refused",

@@ -5,20 +5,24 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import nn, optim
 
 from evenstep.devices import Device, free_memory_nbytes, layout_notes, rounding_notes
 from evenstep.devices.discovery import WITHIN_ROUNDING
 from evenstep.options.experiment import Experiment
 from evenstep.options.memory import peak_nbytes, sizes_of
 from evenstep.private_torch.modules import BatchNorm, Dropout
+from evenstep.replicas import is_plain_value
 from evenstep.training.setup.arguments import Chosen
 
 logger = logging.getLogger("evenstep")
+
+_KNOWN = ("torch.nn.", "evenstep.nn.")
+"""Modules of layers whose settings are compared when training resumes."""
 
 _MODAL = BatchNorm, Dropout
 """Layers that compute something else in evaluation mode."""
@@ -174,3 +178,45 @@ class Notes:
         if note not in self.lines:
             self.lines.append(note)
         return note
+
+
+def plain_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Return the numbers and strings in attributes, by name, that no checkpoint holds.
+
+    They are those of layers and of an optimizer that are the user's own, and have no way to save
+    them themselves. The modes of layers are left out.
+    """
+    found = {}
+    for place, layer in model.named_modules():
+        kind = type(layer)
+        if kind.__module__.startswith(_KNOWN) or _saves(kind, nn.Module, "get_extra_state"):
+            continue
+        for key, value in vars(layer).items():
+            if is_plain_value(value) and key != "training" and not key.startswith("_"):
+                found[f"model.{place}.{key}".replace("..", ".")] = repr(value)
+    kind = type(optimizer)
+    if not (kind.__module__.startswith("torch.") or _saves(kind, optim.Optimizer, "state_dict")):
+        for key, value in vars(optimizer).items():
+            if is_plain_value(value) and key != "_opt_called":
+                found[f"optimizer.{key}"] = repr(value)
+    return found
+
+
+def _saves(kind: type, base: type, method: str) -> bool:
+    """Whether a class has its own method by which it says what to save."""
+    return getattr(kind, method) is not getattr(base, method)
+
+
+def say_lost(before: Mapping[str, str], now: Mapping[str, str]) -> bool:
+    """Log which numbers and strings have changed that no checkpoint holds; return whether any."""
+    changed = [name for name, value in now.items() if before.get(name) != value]
+    if changed:
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        logger.warning(
+            "the checkpoint does not hold %s%s, which changed during the training: if results "
+            "depend on that, set it after Trainer.load, or keep it in a buffer, in "
+            "get_extra_state or in the optimizer's state",
+            ", ".join(changed[:3]),
+            more,
+        )
+    return bool(changed)

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from torch import nn
 from evenstep.checkpoint import fingerprint as fingerprints
 from evenstep.checkpoint.async_writer import AsyncWriter, write_state
 from evenstep.checkpoint.files import checkpoint_of, list_checkpoints, step_of
-from evenstep.checkpoint.optimizer_kind import kinds_of
+from evenstep.checkpoint.optimizer_kind import groups_of, kinds_of, scheduler_kinds
 from evenstep.checkpoint.restore import Scheduler, optimizer_state, restore_all
 from evenstep.checkpoint.training_state import ModelState, TrainingState
 from evenstep.checkpoint.user_state import UserState, encodable
@@ -29,7 +30,7 @@ from evenstep.replicas import inner_optimizers, refuse_strangers
 from evenstep.steps.other_optimizers import OtherOptimizers
 from evenstep.steps.step import Position
 from evenstep.training.agreement import Agreement
-from evenstep.training.notes import Notes
+from evenstep.training.notes import Notes, plain_state, say_lost
 from evenstep.training.setup.parts import Parts
 
 logger = logging.getLogger("evenstep")
@@ -80,6 +81,7 @@ class Saver:
         self._values = parts.values
         self._was_saved = self._has_said_schedule = False
         self._folders = set[Path]()
+        self._plain: dict[str, str] | None = plain_state(model, optimizer)  # None: it was said
 
     def save(
         self, folder: Path, scheduler: Scheduler | None, keep: int, *, background: bool
@@ -118,7 +120,8 @@ class Saver:
             scheduler: the user's scheduler.
             is_part: whether it lacks the optimizer state that other processes will own.
         """
-        then, now = saved.all_facts, self._agreement.resumed_facts()
+        then = saved.all_facts
+        now = {**self._agreement.resumed_facts(), **self._kinds(scheduler)}
         refuse_to_resume(then, now)
         self._user_state.check(saved.user_state)
         restore_all(saved, self._model, self._optimizer, scheduler)
@@ -163,6 +166,7 @@ class Saver:
         self._say_what_is_not_saved()
         self._say_what_is_later(folder)
         self._say_scheduler(scheduler)
+        self._say_attributes()
         self.other_optimizers.say_what_is_lost(self._user_state.read)
         refuse_strangers(self._model.parameters(), self._optimizer)
         lost = self._agreement.compare_to_save()
@@ -206,8 +210,13 @@ class Saver:
             user_state=self._user_state.read(),
             cut_by_time={**self._executor.cut_by_time},
             hash_seed=hash_seed(),
-            facts=self._agreement.saved_facts(),
+            facts={**self._agreement.saved_facts(), **self._kinds(scheduler)},
         )
+
+    def _kinds(self, scheduler: Scheduler | None) -> dict[str, dict[str, Any]]:
+        """Return what the optimizer's groups hold and of what kind the scheduler is, as facts."""
+        groups = {"groups": groups_of(self._model, self._optimizer)}
+        return {**groups, "scheduler": scheduler_kinds(scheduler)} if scheduler else groups
 
     def _say_what_is_later(self, folder: Path) -> None:
         """Log once for a folder that it has a checkpoint which is loaded instead of this one."""
@@ -222,6 +231,12 @@ class Saver:
                     f"instead of {own.name}, as it is later, and which `keep` leaves there: remove "
                     f"it, or give each training a folder of its own"
                 )
+
+    def _say_attributes(self) -> None:
+        """Log once which attributes have changed that are in no checkpoint."""
+        if self._plain is not None:
+            now = plain_state(self._model, self._optimizer)
+            self._plain = None if say_lost(self._plain, now) else self._plain
 
     def _say_what_is_not_saved(self) -> None:
         """Log once what a training with a data loader of the user's own must restore by itself."""

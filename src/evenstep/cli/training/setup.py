@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import click
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -15,6 +17,7 @@ from torch.utils.data import TensorDataset
 from evenstep.arithmetic import within
 from evenstep.batch import Batch
 from evenstep.checkpoint.files import list_checkpoints
+from evenstep.checkpoint.training_state import read_experiment
 from evenstep.cli.options.training import ExperimentOptions, LayoutOptions
 from evenstep.data import Loader, digits, fashion_mnist
 from evenstep.errors import CheckpointError, DataError, InputError, ModelError
@@ -79,11 +82,22 @@ def make_trainer(
         factory: builds the model.
         layout: further arguments of the trainer, which don't affect its result.
     """
-    torch.manual_seed(options.seed)
     experiment = layout["experiment"] = Experiment(**options.trainer_arguments())
-    with within(experiment.arithmetic)():
-        model = factory()
+    model = seeded_model(factory, experiment)
     return Trainer(model, _optimizer(options, model), nn.CrossEntropyLoss(), **layout)
+
+
+def seeded_model(factory: Factory, experiment: Experiment) -> nn.Module:
+    """Return a new model; all that it draws is a function of the experiment's seed.
+
+    A model that is loaded needs this too: a checkpoint lacks what is neither a parameter nor a
+    buffer, such as a random projection in a plain attribute.
+    """
+    torch.manual_seed(experiment.seed)
+    random.seed(experiment.seed)
+    np.random.seed([experiment.seed >> 32, experiment.seed & 0xFFFFFFFF])
+    with within(experiment.arithmetic)():
+        return factory()
 
 
 def load_trainer(
@@ -95,7 +109,7 @@ def load_trainer(
         CheckpointError: there is no checkpoint, it is damaged, or an option on the command line
             asks for a different experiment.
     """
-    model = factory()
+    model = seeded_model(factory, read_experiment(folder))
     layout["experiment"] = Experiment(**options.trainer_arguments(given_only=True))
     optimizer = _optimizer(options, model)
     return Trainer.load(folder, model, optimizer, nn.CrossEntropyLoss(), **layout)

@@ -97,6 +97,7 @@ class MapStyle:
             "the kind of loader": "map-style",
             "the data set": type(self.loader.dataset).__name__,
             "its examples": length() if length else None,
+            **sizes_of(self.loader),
         }
 
     def digest_of_examples(self) -> int | None:
@@ -146,6 +147,10 @@ class MapStyle:
     def snapshot_behind(self) -> dict[str, Any]:
         """Return what a checkpoint holds of the loader's own state after an epoch: nothing."""
         return {}
+
+    def before(self) -> list[int]:
+        """Return what a checkpoint holds of an epoch that has ended: nothing."""
+        return []
 
     def digest_before(self, step: int) -> int | None:
         """Return a checksum of the batches before batch `step` of the epoch; None if unknown."""
@@ -203,6 +208,15 @@ class Own(MapStyle):
 def _has_state(part: object) -> bool:
     is_known = type(part) in _WITHOUT_STATE or type(part).__module__.startswith("torchdata.")
     return not is_known and callable(getattr(part, "state_dict", None))
+
+
+def sizes_of(loader: DataLoader[Any]) -> dict[str, object]:
+    """Return how torch's own batch sampler cuts the examples of a loader into batches, by name."""
+    batches = loader.batch_sampler
+    if not isinstance(batches, BatchSampler):
+        return {}
+    sizes = {name: getattr(batches, name, None) for name in ("batch_size", "drop_last")}
+    return {name: value for name, value in sizes.items() if isinstance(value, int)}
 
 
 def is_torchdatas(loader: object) -> bool:

@@ -145,12 +145,13 @@ class Source:
 
     def saved_at(self, cursor: Cursor) -> LoaderPlace:
         """Return what a checkpoint must hold to resume at `cursor`, which is not ahead of here."""
-        digest = None
+        digest, before = None, []
         if cursor.epoch == self._epoch:
             digest = self._inner.digest_before(cursor.step)
             snapshot = self._inner.snapshot_at(cursor.step, is_here=cursor.step == self._step)
         else:
             snapshot = self._inner.snapshot_behind()
+            before = self._inner.before() if cursor.epoch == self._epoch + 1 else []
         return LoaderPlace(
             loader=self.name,
             epoch=cursor.epoch,
@@ -158,6 +159,7 @@ class Source:
             digest=digest,
             snapshot=snapshot,
             facts=self._data(),
+            before=before,
         )
 
     def close(self) -> None:

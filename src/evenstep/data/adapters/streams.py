@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from evenstep.batch import Batch
 from evenstep.batch.seeds import derive_seed
-from evenstep.data.adapters.map_style import is_torchdatas
+from evenstep.data.adapters.map_style import is_torchdatas, sizes_of
 from evenstep.data.digests import digest_of_batch
 from evenstep.data.fetching import PartOf
 from evenstep.data.generators import BorrowedGenerators, generators_of, samplers_of, set_epoch_of
 from evenstep.data.order import Cursor, LoaderPlace
 from evenstep.errors import CheckpointError, InputError, text_of
 from evenstep.private_torch.loaders import end_kept_workers, end_workers
+
+logger = logging.getLogger("evenstep")
 
 _SNAPSHOT_EVERY = 100  # batches
 _END = object()
@@ -51,12 +54,20 @@ class Stream:
         self._seed = seed
         self._locked = locked
         self._has_state = _has_exact_state(loader)
+        self._has_batches = any(
+            getattr(stream, "batched", False)
+            for part in (loader, getattr(loader, "dataset", None))
+            for stream in _streams_of(part)
+        )
         self._numbers = BorrowedGenerators((), locked=False)
         self._iterator: Iterator[Batch] = iter(())
         self._epoch = -1
         self._step = 0
         self._digest: int | None = None  # of the epoch's first batch
         self._snapshots: list[_Snapshot] = []
+        self._tells_place = False  # the loader's own state, of each batch
+        self._states: list[int] = []  # its checksums after two batches
+        self._begun = 0  # epochs
         self._last: list[Batch] = []  # the last batch of an iterator, which can't be drawn again
         self.draws_in: int | None = None
         if (
@@ -71,9 +82,14 @@ class Stream:
 
     def data(self) -> dict[str, object]:
         """Return what the batches of every epoch depend on."""
-        dataset = getattr(self._loader, "dataset", None)
-        named = {} if dataset is None else {"the data set": type(dataset).__name__}
-        return {"the kind of loader": "a stream", **named}
+        loader = self._loader
+        dataset = getattr(loader, "dataset", None)
+        facts: dict[str, object] = {"the kind of loader": "a stream"}
+        if dataset is not None:
+            facts["the data set"] = type(dataset).__name__
+        if isinstance(loader, DataLoader) and isinstance(dataset, IterableDataset):
+            facts |= {"num_workers": loader.num_workers, **sizes_of(loader)}
+        return facts
 
     def digest_of_examples(self) -> int | None:
         """Return None: a stream can't be asked for examples."""
@@ -96,18 +112,23 @@ class Stream:
             InputError: it has fewer batches, or is an iterator that is behind this place.
         """
         if isinstance(self._loader, Iterator):
-            return self._open_iterator(self._loader, cursor)
+            return self._open_iterator(self._loader, cursor, saved)
+        if saved is not None and cursor.epoch and len(saved.before) == 2:
+            self._repeat(cursor.epoch - 1, *saved.before)
+        is_again = saved is None and cursor.epoch == self._epoch and cursor.step > 0
+        first = self._digest if is_again else None if saved is None else saved.digest
         snapshot = self._snapshot_for(cursor, saved)
         self._begin(cursor.epoch)
         if snapshot is not None:
             self._continue(snapshot)
+        elif self._has_state and not is_torchdatas(self._loader):
+            self._take_snapshot()
         if snapshot is None or not snapshot.step:
-            self._begin(cursor.epoch)
-            if self._has_state and not is_torchdatas(self._loader):
-                self._take_snapshot()
+            if snapshot is not None and is_torchdatas(self._loader):
+                self._begin(cursor.epoch)  # only the data set keeps what it has loaded
             self._iterator = self._call(iter, self._loader)
         self._drop(cursor)
-        self._refuse_others(saved)
+        self._refuse_others(first)
         by_state = f"its own state of batch {snapshot.step}, and " if snapshot is not None else ""
         dropped = cursor.step - (snapshot.step if snapshot is not None else 0)
         return f"{by_state}{dropped} batches drawn and dropped"
@@ -127,7 +148,7 @@ class Stream:
 
         If `is_here`, that batch is the next one to be drawn.
         """
-        if self._has_state and is_here and step:
+        if self._has_state and self._is_exact and is_here and step:
             self._take_snapshot()
         before = [one for one in self._snapshots if one.step <= step]
         return before[-1]._asdict() if before else {}
@@ -137,6 +158,18 @@ class Stream:
         if not self._has_state:
             return {}
         return _Snapshot(0, copy.deepcopy(self._state()), [])._asdict()
+
+    def before(self) -> list[int]:
+        """Return what a checkpoint holds of an epoch that has ended: see `LoaderPlace.before`.
+
+        Nothing, if the order of an epoch is known to follow from its number or the loader's state.
+        """
+        loader, parts = self._loader, [self._loader, getattr(self._loader, "dataset", None)]
+        is_told = any(callable(getattr(part, "set_epoch", None)) for part in parts)
+        is_known = is_told or self._has_state or bool(getattr(loader, "num_workers", 0))
+        if is_known or isinstance(loader, Iterator) or self._digest is None:
+            return []
+        return [self._digest, self._begun]
 
     def close(self) -> None:
         """End the worker processes of the last epoch."""
@@ -150,7 +183,9 @@ class Stream:
     def _begin(self, epoch: int) -> None:
         """Seed what the loader draws from, and let go of what it has begun before."""
         if epoch != self._epoch:
+            self._begun += 1
             self._snapshots = []
+            self._states = self._states if self._tells_place else []
         self._epoch, self._step, self._digest = epoch, 0, None
         parts = [self._loader, getattr(self._loader, "dataset", None)]
         if isinstance(self._loader, DataLoader):
@@ -161,13 +196,36 @@ class Stream:
         self._numbers.seed(derive_seed("stream", self._seed, epoch))
         set_epoch_of(epoch, *parts)
 
-    def _open_iterator(self, iterator: Iterator[Batch], cursor: Cursor) -> str:
+    def _repeat(self, epoch: int, digest: int, begun: int) -> None:
+        """Begin the epoch before the one where a training resumes, and compare its first batch.
+
+        A loader that shuffles its examples in place depends on what it has done before. One that
+        was new in that epoch may be new in each, and have other batches.
+        """
+        self._begin(epoch)
+        self._iterator = self._call(iter, self._loader)
+        self._next()
+        if self._digest != digest and begun > 1:
+            logger.warning(
+                "%s gives other batches in epoch %d than in the training that was saved, and so "
+                "maybe in this one: its data have changed, or its order depends on earlier epochs "
+                "(it shuffles in place, or counts epochs). Let the order follow from the default "
+                "generators alone or from `set_epoch`, or give it state_dict and load_state_dict",
+                type(self._loader).__name__,
+                epoch,
+            )
+        self._begun = begun
+
+    def _open_iterator(
+        self, iterator: Iterator[Batch], cursor: Cursor, saved: LoaderPlace | None
+    ) -> str:
         """Go to a batch of an iterator, which knows only one direction."""
         drawn = self._step - len(self._last)
         if self._epoch < 0:
             self._begin(cursor.epoch)
             self._iterator = iterator
             self._drop(cursor)
+            self._refuse_others(None if saved is None else saved.digest)
             return f"{cursor.step} batches drawn and dropped"
         if cursor.epoch != self._epoch:
             raise InputError(
@@ -202,7 +260,9 @@ class Stream:
         loader: Any = self._loader
         try:
             loader.load_state_dict(copy.deepcopy(snapshot.state))
-            self._iterator = self._call(iter, loader)
+            self._tells_place |= bool(snapshot.step)
+            if snapshot.step or is_torchdatas(loader):  # others count how often they are iterated
+                self._iterator = self._call(iter, loader)
             if snapshot.step:
                 self._numbers.load_state_dict(snapshot.numbers)
         except Exception as error:
@@ -233,15 +293,15 @@ class Stream:
                     f"the data set that training started with"
                 )
 
-    def _refuse_others(self, saved: LoaderPlace | None) -> None:
-        """Refuse a loader whose first batch is not that of the training that was saved."""
-        then = None if saved is None else saved.digest
+    def _refuse_others(self, then: int | None) -> None:
+        """Refuse a loader whose first batch is not that of the training before."""
         if then is not None and self._digest is not None and then != self._digest:
             raise CheckpointError(
                 f"{type(self._loader).__name__} gives other batches in epoch {self._epoch} than in "
-                f"the training that was saved: its data have changed, or it draws from a generator "
-                f"that evenstep can't seed. Give it a `set_epoch` method, or let it draw from the "
-                f"default generators of torch, Python or numpy"
+                f"the training that was saved, or before a break: its data have changed, it draws "
+                f"from a generator that evenstep can't seed, or it shuffles in place. Give it a "
+                f"`set_epoch` method, or let it draw from the default generators of torch, Python "
+                f"or numpy"
             )
 
     def _next(self) -> Any:
@@ -251,9 +311,29 @@ class Stream:
         if self._step == 0:
             self._digest = digest_of_batch(batch)
         self._step += 1
-        if self._has_state and self._step % _SNAPSHOT_EVERY == 0:
-            self._take_snapshot()
+        if self._has_state:
+            self._watch_state()
         return batch
+
+    @property
+    def _is_exact(self) -> bool:
+        """Whether the loader goes on exactly from its state before the next batch.
+
+        Hugging Face's streams compute a batch of their own (`map(..., batched=True)`) again to go
+        on inside of it, so it would have other random numbers.
+        """
+        return self._tells_place and not (self._has_batches and self._numbers.have_drawn)
+
+    def _watch_state(self) -> None:
+        """See whether the loader's state changes with each batch, and keep it now and then.
+
+        One that stays the same for two batches says where an epoch begins, not the place in it.
+        """
+        if len(self._states) < 2:
+            self._states.append(digest_of_batch(self._state()))
+            self._tells_place |= len({*self._states}) == 2
+        if self._step % _SNAPSHOT_EVERY == 0 and self._is_exact:
+            self._take_snapshot()
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         self.draws_in = threading.get_ident() if self._locked else None
@@ -285,12 +365,15 @@ def has_own_state(part: object) -> bool:
 
 
 def _has_shuffle_buffer(dataset: Any) -> bool:
+    return any("BufferShuffled" in type(one).__name__ for one in _streams_of(dataset))
+
+
+def _streams_of(dataset: Any) -> Iterator[object]:
+    """Yield what one of Hugging Face's streams is made of."""
     level = [getattr(dataset, "_ex_iterable", None)]
     while level:
-        if any("BufferShuffled" in type(stream).__name__ for stream in level):
-            return True
+        yield from level
         level = [inner for stream in level for inner in _inner_streams(stream)]
-    return False
 
 
 def _inner_streams(stream: object) -> list[object]:
