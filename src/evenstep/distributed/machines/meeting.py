@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from evenstep.private_torch.processes import Store
 
 _ANNOUNCED = "evenstep/meeting"
-_LOOK = datetime.timedelta(seconds=0.1)  # between two looks whether there is a later meeting
+_LOOK_S = 0.01  # between two looks whether there is an answer, or a later meeting
 _REACHED = "reached"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK = "/proc/self/ns/net"
@@ -93,19 +93,18 @@ def place_of_meeting(job: Store, rank: int, size: int, timeout_s: float) -> Stor
 def _answered_place(job: Store, rank: int, timeout_s: float) -> Store:
     """Return the place at which the first process has answered this one."""
     nonce, until_s = secrets.token_hex(), time.monotonic() + timeout_s
-    asked_at, waits_for = b"", _ANNOUNCED
-    own = job
+    answered, asked_at, own = f"answered/{nonce}", b"", job
     while True:
-        with contextlib.suppress(RuntimeError):  # not yet: maybe at a later place
-            own.wait([waits_for], _LOOK)
-            if own is not job:
-                return own
+        if own is not job and own.check([answered]):  # a wait with a short limit would log its end
+            return own
         if job.check([_ANNOUNCED]) and (announced := job.get(_ANNOUNCED)) != asked_at:
-            asked_at, waits_for = announced, f"answered/{nonce}"
+            asked_at = announced
             own = dist.distributed_c10d.PrefixStore(f"evenstep/{announced.decode()}", job)
             own.set(f"asked/{rank}", nonce)
         elif time.monotonic() > until_s:
             raise PeerError(f"rank 0 did not respond within {timeout_s:g} s: {OPENS}", 0)
+        else:
+            time.sleep(_LOOK_S)
 
 
 def machines_of(rounds: StoreRounds, rank: int) -> tuple[list[str], list[range]]:
