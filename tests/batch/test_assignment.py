@@ -3,7 +3,7 @@
 import pytest
 
 from evenstep.batch import ProcessAssignment
-from evenstep.batch.assignment import PERIOD_STEPS, OneLaneChoice
+from evenstep.batch.assignment import MOST_AHEAD, PERIOD_STEPS, OneLaneChoice
 
 MIDDLE = PERIOD_STEPS // 2
 
@@ -41,6 +41,16 @@ def test_a_process_that_is_ahead_assigns_like_one_that_is_behind():
             late = step - (MIDDLE - 1)
             assert ahead.runs(8, step) == behind.runs(8, step)
             behind.record_speeds(late, speeds[late])
+
+
+@pytest.mark.parametrize("in_flight", [1, 7, 8, 100, 1000])
+def test_all_processes_know_the_speeds_when_they_are_needed(in_flight):
+    """Of a process that has so many steps in flight, and loads batches ahead of them."""
+    assignment = ProcessAssignment([1, 1], in_flight)
+    first = assignment.period - MOST_AHEAD  # may ask for the part of a step of the next period
+    for step in range(first - in_flight):
+        assignment.record_speeds(step, [300.0, 100.0])
+    assert lengths(assignment, assignment.period) == [6, 2]
 
 
 @pytest.mark.parametrize("unknown", [[0.0, 5.0], [0.0, 0.0]])

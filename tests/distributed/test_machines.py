@@ -1,6 +1,7 @@
 """Gradients of several machines: summed inside each first, so that a cable carries a byte once."""
 
 import contextlib
+import datetime
 import itertools
 import json
 import os
@@ -12,7 +13,12 @@ import torch.distributed as dist
 
 from evenstep.collectives import connect, forest, tree_sum
 from evenstep.distributed.flat_buffers import FlatSpace
-from evenstep.distributed.machines.meeting import StoreRounds, machines_of, neighbours
+from evenstep.distributed.machines.meeting import (
+    StoreRounds,
+    machines_of,
+    neighbours,
+    place_of_meeting,
+)
 from evenstep.distributed.machines.reduce import MachineReducer, gradient_reducer
 from evenstep.distributed.machines.rounds import join_machines
 from evenstep.distributed.process_group import Exchange
@@ -196,6 +202,27 @@ def on_two_machines(function, made=Counting):
 
 def begun(reducer):
     return reducer.begin(FOUR, len(PARAMETERS), 0)
+
+
+def test_processes_meet_though_some_have_met_more_often():
+    """Their launcher starts them again, and its store stays, with what dead ones have asked."""
+    job = dist.HashStore()
+
+    def meet(rank, size, timeout_s=20.0):
+        own = place_of_meeting(job, rank, size, timeout_s)
+        own.set(f"here/{rank}", "")
+        own.wait([f"here/{peer}" for peer in range(size)], datetime.timedelta(seconds=20))
+
+    def alone(rank):
+        with pytest.raises(PeerError, match=rf"^rank {1 - rank} did not respond within 0\.3 s: "):
+            meet(rank, 2, timeout_s=0.3)
+
+    for lost in (0, 0, 1, 1):
+        alone(lost)
+        on_each(range(2), lambda rank: meet(rank, 2))
+    meet(0, 1)
+    for _ in range(3):
+        on_each(range(3), lambda rank: meet(rank, 3))
 
 
 def test_a_bucket_crosses_the_cable_while_others_are_computed():

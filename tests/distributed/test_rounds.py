@@ -158,6 +158,31 @@ def test_after_a_wait_that_was_cut_off_rounds_go_on(monkeypatch):
     assert found[1] == [[b"a0", b"b0"], [b"a1", b"b1"], [b"a2", b"b2"]]
 
 
+def test_after_a_long_message_that_was_cut_off_rounds_go_on(monkeypatch):
+    """Cut off between two of its pieces: none of them is taken for a new message."""
+    first, second = ends(2)
+    long, waits = message(1, 0, 3 * PIECE_BYTES), []
+
+    def cut_off(self=first, wait=first._wait_for_all):
+        waits.append(self)
+        if len(waits) == 2:
+            raise CutOffError
+        wait()
+
+    def stay():
+        return [second.exchange(name) for name in (long, b"b1", b"b2")]
+
+    def leave():
+        monkeypatch.setattr(first, "_wait_for_all", cut_off)
+        with pytest.raises(CutOffError):
+            first.exchange(b"a0")
+        return [first.exchange(name) for name in (b"a1", b"a2")]
+
+    found = on_each([leave, stay], lambda call: call())
+    assert found[0] == [[b"a1", b"b1"], [b"a2", b"b2"]]
+    assert found[1] == [[b"a0", long], [b"a1", b"b1"], [b"a2", b"b2"]]
+
+
 def test_where_the_system_lacks_something_there_are_none_in_any_process(monkeypatch):
     def made():
         return on_each(connect(3), lambda end: shared_rounds(peers_over(end), 20.0))

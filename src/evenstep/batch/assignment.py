@@ -77,7 +77,10 @@ def _first_pair(items: Sequence[int]) -> Sequence[int]:
 
 
 PERIOD_STEPS = 64
-"""The runs of a batch are known at least half as many steps ahead."""
+"""The least number of steps between two assignments of shards to processes."""
+
+MOST_AHEAD = 24
+"""How many batches ahead of the steps a process may ask for its part of a batch."""
 
 
 class ProcessAssignment:
@@ -86,20 +89,29 @@ class ProcessAssignment:
     Speeds that are reported in the middle of a period take effect at the start of the next. So
     batches that were loaded ahead have the right shards, and all processes use the same runs for a
     step, even if one is some steps ahead. Until speeds are measured, those given are used.
+
+    Args:
+        speeds: of the processes, relative to each other.
+        in_flight: how many steps may be unfinished at once, in any of the processes.
+
+    Attributes:
+        period: the steps between two assignments. When a process asks for the first one's part of
+            a batch, every process has finished the step in the middle of the period before.
     """
 
-    def __init__(self, speeds: Sequence[float]) -> None:
+    def __init__(self, speeds: Sequence[float], in_flight: int = 1) -> None:
+        self.period = max(PERIOD_STEPS, 2 * (MOST_AHEAD + in_flight + 1))
         self._speeds = {-1: tuple(speeds)}  # by the period in which they were reported
 
     def runs(self, filled: int, step: int) -> tuple[range, ...]:
         """Return the shards of each process in step `step`, of which `filled` have examples."""
-        period = max(period for period in self._speeds if period < step // PERIOD_STEPS)
+        period = max(period for period in self._speeds if period < step // self.period)
         return _runs_of(filled, self._speeds[period])
 
     def record_speeds(self, step: int, speeds: Sequence[float]) -> None:
         """Record the speeds that the processes reported in a step; an unknown speed is 0."""
-        period, into = divmod(step, PERIOD_STEPS)
-        if into == PERIOD_STEPS // 2 and all(speeds):
+        period, into = divmod(step, self.period)
+        if into == self.period // 2 and all(speeds):
             self._speeds[period] = tuple(speeds)
             for old in sorted(self._speeds)[:-3]:
                 del self._speeds[old]

@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, default_convert, get_worker_info
 
 from evenstep.batch import Batch, Part
+from evenstep.batch.assignment import MOST_AHEAD
 from evenstep.batch.cut import without_examples
 from evenstep.batch.seeds import derive_seed
 from evenstep.data.digests import digest_of_batch
@@ -41,9 +42,6 @@ PartOf: TypeAlias = Callable[[int, int], Part]
 
 COMPARED = 4
 """Examples of an epoch's first batch that stand for a data set."""
-
-MOST_PARTS_AHEAD = 24
-"""Parts of batches are fixed for a limited number of batches only (`batch.assignment`)."""
 
 
 class Wanted(NamedTuple):
@@ -151,7 +149,7 @@ class Fetcher:
             loader = self._loader(
                 _Feed(),
                 Collate(self.loader.collate_fn, self._seed, of_parts=of_parts),
-                most=MOST_PARTS_AHEAD if of_parts else sys.maxsize,
+                most=MOST_AHEAD if of_parts else sys.maxsize,
                 compares=not self._is_compared,
                 pin_memory=self.loader.pin_memory,
                 persistent_workers=self.loader.persistent_workers,

@@ -14,7 +14,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from evenstep.distributed.accelerators.backend import BackendCollectives, connect_backend
 from evenstep.distributed.gloo import GlooTransport, LateTransport
-from evenstep.distributed.machines.meeting import StoreRounds, machines_of
+from evenstep.distributed.machines.meeting import StoreRounds, machines_of, place_of_meeting
 from evenstep.distributed.machines.rounds import join_machines
 from evenstep.distributed.process_group import Peers, Rounds
 from evenstep.distributed.secret import (
@@ -23,6 +23,7 @@ from evenstep.distributed.secret import (
     meeting_key,
     prove,
     read_secret,
+    refuse_other_job,
 )
 from evenstep.distributed.shared.rounds import shared_rounds
 from evenstep.distributed.status_board import StatusBoard
@@ -97,8 +98,8 @@ def join(timeout_s: float, interface: str | None = None) -> Peers:
     """
     secret = read_secret(os.environ[SECRET_FILE]) if SECRET_FILE in os.environ else b""
     store, rank, size = _meeting_point(timeout_s)
-    number = store.add(f"evenstep/joined/{rank}", 1)  # counts the trainers that a script opens
-    own = dist.distributed_c10d.PrefixStore(f"evenstep/{number}", store)
+    refuse_other_job(store, secret)
+    own = place_of_meeting(store, rank, size, timeout_s)
     key = meeting_key(store, own, secret, rank, size, timeout_s)
     sealed = SealedStore(own, key)
     meeting = StoreRounds(sealed, "meeting", rank, size, timeout_s)

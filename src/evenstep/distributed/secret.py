@@ -27,9 +27,12 @@ if TYPE_CHECKING:
 SECRET_FILE = "EVENSTEP_SECRET_FILE"  # noqa: S105 - a name
 """The environment variable that names the file with the job's secret."""
 
+OPENS = "every process must open the trainer"
+
 TAG_BYTES = 32
 _NONCE_BYTES = 16
 _LEAST_BYTES, _MOST_BYTES = 16, 4096  # of a secret: whoever sees a tag could guess a short one
+_FIRST_HELLO = "evenstep/hello"
 _FIX = (
     f"Give every process of the job the same file (--secret-file FILE, or {SECRET_FILE}), or none"
 )
@@ -63,6 +66,18 @@ def tag_of(key: bytes, *words: object) -> bytes:
     )
 
 
+def refuse_other_job(job: Store, secret: bytes) -> None:
+    """Refuse a job whose first process doesn't know this one's secret, if that one has come.
+
+    Who comes to a job that already runs has nobody to wait for, and is told at once.
+
+    Raises:
+        PeerError: it doesn't.
+    """
+    if job.check([_FIRST_HELLO]):
+        _refuse_stranger(job.get(_FIRST_HELLO), secret)
+
+
 def meeting_key(
     job: Store, own: Store, secret: bytes, rank: int, size: int, timeout_s: float
 ) -> bytes:
@@ -82,8 +97,7 @@ def meeting_key(
     text = f"{rank} {socket.gethostname()} {secrets.token_hex(_NONCE_BYTES)}"
     hello = f"{text} {tag_of(secret, 'hello', text).hex()}"
     own.set(f"hello/{rank}", hello)
-    # Who comes to a job that already runs has nobody to wait for, and is told at once.
-    _refuse_stranger(job.compare_set("evenstep/hello", "", hello), secret)
+    _refuse_stranger(job.compare_set(_FIRST_HELLO, "", hello), secret)
     names = [f"hello/{peer}" for peer in range(size)]
     hellos = awaited(own, names, datetime.timedelta(seconds=timeout_s))
     for one in hellos:
@@ -175,9 +189,7 @@ def awaited(
     except RuntimeError as error:
         peer = next((rank for rank, name in enumerate(names) if not store.check([name])), 0)
         raise PeerError(
-            f"rank {peer} did not respond within {limit.total_seconds():g} s: every process must "
-            f"open the trainer",
-            peer,
+            f"rank {peer} did not respond within {limit.total_seconds():g} s: {OPENS}", peer
         ) from error
     try:
         return store.multi_get([*names])

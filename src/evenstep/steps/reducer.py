@@ -82,12 +82,13 @@ class ProcessReducer(LocalReducer):
         replicas: the replicas of the model in this process.
         speeds: each process's speed relative to the others, until speeds are measured.
         own_speed: returns how many shards a second this process computes; 0 while unknown.
-        in_flight: how many steps may be submitted and not finished.
+        in_flight: how many steps may be submitted and not finished, in any of the processes.
         refuse_failed: refuses what accelerators of this process have computed if one has failed.
         on_cpus: whether all processes compute on CPUs only.
 
     Attributes:
         peers: the processes.
+        in_flight: as given.
         assignment: which process computes which shards.
         stop_asked: whether this process was asked to stop.
         stop_seen: the first step in which some process was asked to stop; None so far.
@@ -105,12 +106,12 @@ class ProcessReducer(LocalReducer):
         on_cpus: bool,
     ) -> None:
         self.peers = peers
-        self._in_flight = in_flight
+        self.in_flight = in_flight
         self._refuse_failed = refuse_failed
         self._on_cpus = on_cpus
         self._replicas = replicas
         self._own_speed = own_speed
-        self.assignment = ProcessAssignment(speeds)
+        self.assignment = ProcessAssignment(speeds, in_flight)
         self.stop_asked = False
         self.stop_seen: int | None = None
         self._home = replicas.home
@@ -274,7 +275,7 @@ class ProcessReducer(LocalReducer):
         device = self._home.device.torch_device
         try:
             gradients = sending.gradients(device)
-            self._dense.reserve(trees, step + self._in_flight)
+            self._dense.reserve(trees, step + self.in_flight)
         except PeerError as error:
             exchange = Exchange("step", "the gradients", step)
             raise self.peers.explained(error, exchange) from None

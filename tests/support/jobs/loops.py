@@ -61,6 +61,18 @@ def evaluating(trainer):
         trainer.step(X, y)
 
 
+def evaluating_whole(trainer):
+    """Evaluate whole batches of all sizes while a part of a batch is in hand."""
+    rows = DataLoader(EXAMPLES, 7)
+    for X, y in trainer.epoch(LOADER):
+        trainer.step(X, y)
+        for size in range(1, 10):
+            assert len(trainer.predict([EXAMPLES.tensors[0][:size]])) == size
+        if trainer.cursor.step == 5:
+            trainer.evaluate(rows, METRICS)
+            trainer.evaluate([(X, y)], METRICS)
+
+
 def breaking_off(trainer):
     """Begin an epoch again in its middle."""
     for stop in (3, 9, 30):
@@ -70,7 +82,7 @@ def breaking_off(trainer):
                 break
 
 
-LOOPS = (skipping, skipping_fetched, repeating, evaluating, breaking_off)
+LOOPS = (skipping, skipping_fetched, repeating, evaluating, evaluating_whole, breaking_off)
 
 
 def one_skips(trainer):

@@ -6,13 +6,24 @@ import contextlib
 import datetime
 import itertools
 import os
+import secrets
 import socket
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from evenstep.distributed.secret import SealedStore, awaited
+import torch.distributed as dist
+
+from evenstep.distributed.secret import OPENS, SealedStore, awaited
 from evenstep.distributed.shared.memory import connected, listening
+from evenstep.errors import PeerError
 
+if TYPE_CHECKING:
+    from evenstep.private_torch.processes import Store
+
+_ANNOUNCED = "evenstep/meeting"
+_LOOK_S = 0.01  # between two looks whether there is an answer, or a later meeting
 _REACHED = "reached"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK = "/proc/self/ns/net"
@@ -49,6 +60,51 @@ class StoreRounds:
 
     def close(self) -> None:
         """Do nothing: there is nothing to close."""
+
+
+def place_of_meeting(job: Store, rank: int, size: int, timeout_s: float) -> Store:
+    """Return the part of a job's store that is for one meeting; each process must call this.
+
+    The store outlives processes that a launcher starts again, and some of these may have met more
+    often than others. So the first process numbers the meetings. Each of the others asks it at the
+    place that was announced last, until it answers: at an earlier place nobody does any more.
+
+    Args:
+        job: the store of the whole job.
+        rank: this process's number.
+        size: the number of processes.
+        timeout_s: the longest wait for another process.
+
+    Raises:
+        PeerError: a process did not respond in time.
+    """
+    if rank > 0:
+        return _answered_place(job, rank, timeout_s)
+    number = job.add("evenstep/meetings", 1)
+    own = dist.distributed_c10d.PrefixStore(f"evenstep/{number}", job)
+    own.set("asked/0", "")
+    job.set(_ANNOUNCED, str(number))
+    names = [f"asked/{peer}" for peer in range(size)]
+    for nonce in awaited(own, names, datetime.timedelta(seconds=timeout_s))[1:]:
+        own.set(f"answered/{nonce.decode('latin-1')}", "")
+    return own
+
+
+def _answered_place(job: Store, rank: int, timeout_s: float) -> Store:
+    """Return the place at which the first process has answered this one."""
+    nonce, until_s = secrets.token_hex(), time.monotonic() + timeout_s
+    answered, asked_at, own = f"answered/{nonce}", b"", job
+    while True:
+        if own is not job and own.check([answered]):  # a wait with a short limit would log its end
+            return own
+        if job.check([_ANNOUNCED]) and (announced := job.get(_ANNOUNCED)) != asked_at:
+            asked_at = announced
+            own = dist.distributed_c10d.PrefixStore(f"evenstep/{announced.decode()}", job)
+            own.set(f"asked/{rank}", nonce)
+        elif time.monotonic() > until_s:
+            raise PeerError(f"rank 0 did not respond within {timeout_s:g} s: {OPENS}", 0)
+        else:
+            time.sleep(_LOOK_S)
 
 
 def machines_of(rounds: StoreRounds, rank: int) -> tuple[list[str], list[range]]:

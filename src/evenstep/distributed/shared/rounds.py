@@ -1,8 +1,10 @@
 """Rounds of messages through memory that all processes of a machine share.
 
-In a round every process gets one message of every other one. Each process has a word that counts
-its rounds, and two places for messages, used in turn: when it writes to the same place again, all
-others have come to the round between, and so have read what was there.
+In a round every process gets one message of every other one, or a piece of it: long messages take
+several rounds. Each process has a word that counts its rounds, and two places for messages, used in
+turn: when it writes to the same place again, all others have come to the round between, and so have
+read what was there. An exchange that an exception has cut off in a wait is ended by the next one,
+so no process takes a piece of an old message for a new one.
 
 A process that waits looks at the word for a moment, if every process has a core of its own, and
 then sleeps until it changes (futex(2)). It finds out that another one has ended by a lock on a byte
@@ -25,6 +27,7 @@ import torch
 from evenstep.devices import usable_cores
 from evenstep.distributed.process_group import Peers
 from evenstep.distributed.shared.memory import NO, YES, all_say, shared_file
+from evenstep.engine.interrupts import INTERRUPTS
 from evenstep.errors import PeerError
 
 PIECE_BYTES = 32 << 10
@@ -89,6 +92,8 @@ class SharedRounds:
         self._others = [(rank + step) % size for step in range(1, size)]
         self._count = self._words[_word(rank, _COUNT)]
         self._is_waiting = False
+        self._message, self._found = b"", list[bytes]()
+        self._done = self._longest = 0  # bytes of the messages of the last exchange
         self._fence = threading.Lock()
         self._limit = (ctypes.c_long * 2)(0, int(1e9 * _LOOK_S))
         self._futex_number = _CALLS.get(platform.machine(), -1)
@@ -96,31 +101,26 @@ class SharedRounds:
         number, address, integer = ctypes.c_long, ctypes.c_void_p, ctypes.c_uint
         self._futex.argtypes = [number, address, ctypes.c_int, integer, address, address, integer]
 
+    @INTERRUPTS.shielded
     def exchange(self, message: bytes, patience: int = 1) -> list[bytes]:
         """Return every process's message, by rank; each process must call this method.
 
-        With `patience`, a wait may take so many times the time limit.
+        With `patience`, a wait may take so many times the time limit. Signals interrupt waits only.
 
         Raises:
             PeerError: a process did not respond in time, or has left.
         """
         self._limit_s = patience * self._timeout_s
-        if self._is_waiting:  # an exception from outside has cut the last wait off
-            self._wait_for_all()
-        found = [b""] * self._size
-        found[self._rank] = message
-        done, longest = 0, len(message)
-        while True:
-            place = _WORDS_BYTES + (self._count & 1) * _PLACE_BYTES
-            self._write(place, len(message), message[done : done + PIECE_BYTES])
-            self._meet()
-            for peer in self._others:
-                length, piece = self._read(peer, place, done)
-                longest = max(longest, length)
-                found[peer] += piece
-            done += PIECE_BYTES
-            if done >= longest:
-                return found
+        try:
+            self._exchange_pieces()  # of an exchange that was cut off
+            self._message, self._done, self._longest = message, 0, max(1, len(message))
+            self._found = found = [b""] * self._size
+            found[self._rank] = message
+            self._exchange_pieces()
+            return found
+        finally:
+            if INTERRUPTS.pending:
+                INTERRUPTS.deliver()
 
     def close(self) -> None:
         """Leave: processes that wait for this one get a PeerError."""
@@ -132,6 +132,24 @@ class SharedRounds:
         """Whether the system can change words."""
         self._change(_TRIED, _SET_1)
         return self._words[_word(self._rank, _TRIED)] == 1
+
+    def _exchange_pieces(self) -> None:
+        """Exchange what is left of the messages of the last exchange: a round for each piece."""
+        while self._done < self._longest:
+            if not self._is_waiting:
+                own = self._message[self._done : self._done + PIECE_BYTES]
+                self._write(_place(self._count), len(self._message), own)
+                self._count = (self._count + 1) & _MOST
+                self._is_waiting = True
+                self._change(_COUNT, _ADD_1)
+            self._wait_for_all()
+            place = _place(self._count - 1)
+            with self._fence:  # some processors would read the messages before the words
+                for peer in self._others:
+                    length, piece = self._read(peer, place, self._done)
+                    self._longest = max(self._longest, length)
+                    self._found[peer] += piece
+            self._done, self._is_waiting = self._done + PIECE_BYTES, False
 
     def _write(self, place: int, length: int, piece: bytes) -> None:
         start = self._rank * _PROCESS_BYTES + place
@@ -146,20 +164,11 @@ class SharedRounds:
         start += _LENGTH.size
         return length, bytes(self._bytes[start : start + max(0, min(length - done, PIECE_BYTES))])
 
-    def _meet(self) -> None:
-        """Count a round, and wait until all others have counted it."""
-        self._count = (self._count + 1) & _MOST
-        self._is_waiting = True
-        self._change(_COUNT, _ADD_1)
-        self._wait_for_all()
-
     def _wait_for_all(self) -> None:
         before, began_s = (self._count - 1) & _MOST, time.monotonic()
         for peer in self._others:
             if self._words[_word(peer, _COUNT)] == before:
                 self._wait_for(peer, before, began_s)
-        with self._fence:  # some processors would read the messages before the words
-            self._is_waiting = False
 
     def _wait_for(self, peer: int, before: int, began_s: float) -> None:
         count, left = _word(peer, _COUNT), _word(peer, _LEFT)
@@ -176,6 +185,8 @@ class SharedRounds:
             if waited_s > self._limit_s:
                 raise PeerError(f"rank {peer} did not respond within {self._limit_s:g} s", peer)
             self._sleep(count, before)
+            if INTERRUPTS.pending:
+                INTERRUPTS.check()
 
     def _change(self, which: int, how: int) -> None:
         """Change one of this process's words, and wake those who sleep on its count.
@@ -250,6 +261,11 @@ def shared_rounds(
     if rounds is not None:
         rounds.close()
     return None
+
+
+def _place(count: int) -> int:
+    """Return where a process's message lies in the round that follows so many."""
+    return _WORDS_BYTES + (count & 1) * _PLACE_BYTES
 
 
 def _word(rank: int, which: int) -> int:

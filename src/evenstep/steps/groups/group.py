@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from evenstep.batch import Batch
+from evenstep.batch import Batch, Part
 from evenstep.batch.cut import Cut, cut_whole_batch
 from evenstep.data import Cursor
 from evenstep.data.adapters.sources import Source
@@ -34,12 +34,14 @@ class Group:
         is_alone: whether there are no other processes.
         is_first: whether this process is the one that writes files.
         differences: what makes the processes round differently, in words; empty if nothing does.
+        in_hand: of the batch that `batches` has yielded last; None for a whole batch.
         cut: `cut(batch, shards, step)` cuts this process's part of the batch of a step.
     """
 
     is_alone = True
     is_first = True
     differences = ""
+    in_hand: Part | None = None
 
     def __init__(self, batch_dim: int = 0) -> None:
         self.reducer = LocalReducer()
@@ -131,14 +133,19 @@ class Group:
             attributes: the modes, numbers and strings of the model's layers, by name.
         """
 
-    def refuse_other_batches(self, batch: Batch, call: str, number: int) -> None:
-        """Compare a batch to evaluate with that of the other processes.
+    def cut_compared(
+        self, batch: Batch, shards: int, step: int, place: tuple[str, int], before: Part | None
+    ) -> Cut:
+        """Compare a batch to evaluate with that of the other processes, and cut this one's part.
 
         Args:
             batch: the batch.
-            call: the trainer's method that it is for.
-            number: its place among the batches of the call.
+            shards: V, the number of shards.
+            step: the number of steps done.
+            place: the trainer's method that it is for, and its number among that one's batches.
+            before: what was `in_hand` before the call.
         """
+        return self.cut(batch, shards, step)
 
     def compare_states(self, state: State, step: int, call: str) -> None:
         """Compare the state after `step` steps with that of the other processes.

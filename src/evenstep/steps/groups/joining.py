@@ -70,11 +70,11 @@ def joined(
     with peers.status_board, LauncherWatch(), contextlib.closing(peers):
         exchange = Exchange(OPEN, "what it trains, and how it rounds")
         different = _judged(differences(peers, facts(), exchange), allow_rounding=allow_rounding)
-        own = json.dumps([len(replicas.all), replicas.on_cpus]).encode()
+        own = json.dumps([len(replicas.all), replicas.on_cpus, in_flight]).encode()
         named = peers.gather(own, Exchange(OPEN, "its number of devices"))
-        counts, on_cpus = zip(*map(json.loads, named), strict=True)
+        counts, on_cpus, flights = zip(*map(json.loads, named), strict=True)
         reducer = make_reducer(
-            peers, replicas, counts, own_speed, in_flight, refuse_failed, on_cpus=all(on_cpus)
+            peers, replicas, counts, own_speed, max(flights), refuse_failed, on_cpus=all(on_cpus)
         )
         with contextlib.closing(reducer):
             reducer.prepare(experiment.shards)

@@ -53,7 +53,6 @@ class LinkedGroup(Group):
         self._reducer = reducer
         self._peers = reducer.peers
         self._shards = shards
-        self._given: Part | None = None  # of the batch that `batches` has yielded last
         self._is_first_batch = True
         self._draws = LoopDraws() if self.is_first else None
         self._said_whole: list[Source] = []
@@ -86,17 +85,17 @@ class LinkedGroup(Group):
             fetched[number] = self._part(examples, steps_done() + number - upcoming)
             return fetched[number]
 
-        outer = own = self._given  # of a loop around this one, such as an epoch that evaluates
+        outer = own = self.in_hand  # of a loop around this one, such as an epoch that evaluates
         try:
             for number, batch in enumerate(source.epoch(cursor, part), cursor.step):
                 upcoming = number + 1
-                self._given = own = fetched.pop(number)
+                self.in_hand = own = fetched.pop(number)
                 if self._draws is not None:
                     self._draws.begin(own)
                 yield batch
         finally:
-            if self._given is own:
-                self._given = outer
+            if self.in_hand is own:
+                self.in_hand = outer
 
     def _whole_batches(self, source: Source, cursor: Cursor, *, is_wanted: bool) -> Iterator[Batch]:
         if self.is_first and not is_wanted and source not in self._said_whole:
@@ -104,13 +103,13 @@ class LinkedGroup(Group):
                 "every process loads whole batches of the %s: %s", source.name, source.whole_because
             )
         self._said_whole = [source]
-        outer = self._given  # of a loop around this one
+        outer = self.in_hand  # of a loop around this one
         try:
             for batch in source.epoch(cursor):
-                self._given = None
+                self.in_hand = None
                 yield batch
         finally:
-            self._given = outer
+            self.in_hand = outer
 
     def _cut(self, batch: Batch, shards: int, step: int) -> Cut:
         """Cut this process's part of the batch of step `step` into shards."""
@@ -118,9 +117,9 @@ class LinkedGroup(Group):
             whole = only(batch)
             runs = self._reducer.assignment.runs(min(len(whole), shards), step)
             return cut_own_shards(whole, shards, whole.part(runs, self._reducer.rank, shards))
-        if self._given is not None and self._draws is not None:
-            self._draws.end(self._given)
-        part = self._given or functools.partial(self._part, step=step)
+        if self.in_hand is not None and self._draws is not None:
+            self._draws.end(self.in_hand)
+        part = self.in_hand or functools.partial(self._part, step=step)
         return cut_batch(batch, shards, part, self._batch_dim)
 
     def compare_ends(self, source: Source, call: str) -> None:
@@ -179,7 +178,7 @@ class LinkedGroup(Group):
 
     def digest_of(self, batch: Batch, *, is_due: bool) -> int:
         """Return the digest of a batch if it is compared in this step."""
-        is_whole = self._given is None
+        is_whole = self.in_hand is None
         if not (is_due or (is_whole and self._is_first_batch)):
             return NO_DIGEST
         self._is_first_batch &= not is_whole
@@ -198,12 +197,27 @@ class LinkedGroup(Group):
             self.note(f"comparing a shard of step {step}")
             refuse_other_results(self._peers, step, cut, seed, compute, attributes)
 
-    def refuse_other_batches(self, batch: Batch, call: str, number: int) -> None:
-        """Compare a batch to evaluate with that of the other processes."""
-        digest = batch_digest(batch, is_whole=self._given is None)
-        messages = self._peers.gather(str(digest).encode(), Exchange(call, "a batch"))
-        digests = dict(enumerate(map(int, messages)))
-        refuse_other_batches(digests, self._peers, f"batch {number} of {call}")
+    def cut_compared(
+        self, batch: Batch, shards: int, step: int, place: tuple[str, int], before: Part | None
+    ) -> Cut:
+        """Compare a batch to evaluate with that of the other processes, and cut this one's part.
+
+        A batch that comes from no loop of the call itself, but inside a loop over an epoch, is a
+        whole one if all processes have the same.
+        """
+        call, number = place
+        given = self.in_hand
+        own = [batch_digest(batch, is_whole=is_whole) for is_whole in (True, given is None)]
+        messages = self._peers.gather(json.dumps(own).encode(), Exchange(call, "a batch"))
+        wholes, digests = zip(*map(json.loads, messages), strict=True)
+        named = dict(enumerate(digests))
+        refuse_other_batches(named, self._peers, f"batch {number} of {call}")
+        if given is before and len({*wholes}) == 1:
+            self.in_hand = None
+        try:
+            return self.cut(batch, shards, step)
+        finally:
+            self.in_hand = given
 
     def compare_states(self, state: State, step: int, call: str) -> None:
         """Compare the state after `step` steps with that of the other processes.
@@ -236,9 +250,9 @@ class LinkedGroup(Group):
 
     def should_stop(self, steps_done: int, max_in_flight: int) -> bool:
         """Return whether step `steps_done` must not be taken."""
-        # The first process to learn of it has at most `max_in_flight` further steps in flight.
+        # A process that learns of it has at most so many further steps in flight.
         seen = self._reducer.stop_seen
-        return seen is not None and steps_done >= seen + max_in_flight
+        return seen is not None and steps_done >= seen + self._reducer.in_flight
 
     def _part(self, examples: int, step: int) -> Part:
         bounds = shard_bounds(examples, self._shards)

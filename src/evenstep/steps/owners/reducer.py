@@ -36,7 +36,7 @@ class OwnerReducer(ProcessReducer):
 
     def begin(self, attempt: Attempt, add: Add, *, may_stream: bool) -> GradientStream | None:
         """Give an attempt its tree; return what takes gradients during backward passes, if any."""
-        if self._in_flight == 1:  # otherwise an update may still need them
+        if self.in_flight == 1:  # otherwise an update may still need them
             for parameter in self._home.parameters:
                 parameter.grad = None
         return super().begin(attempt, add, may_stream=may_stream)

@@ -134,15 +134,15 @@ class Evaluator:
     def _cuts(self, batches: Iterable[Batch], call: str) -> Iterator[tuple[Cut, SeedOf]]:
         """Yield each batch, cut into shards, and what returns the seeds of its shards."""
         executor, experiment = self._executor, self._executor.experiment
-        steps_done = self._progress.position.steps_done
+        steps_done, before = self._progress.position.steps_done, executor.group.in_hand
         if isinstance(batches, Loader):
             source = Sources(experiment.seed, locked=False, are_kept=False).of(batches)
             batches = executor.group.batches(source, Cursor(), lambda: steps_done, call)
         for number, batch in enumerate(_each(batches)):
             whole = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
             arguments = self._nesting(whole)
-            interruptible(executor.group.refuse_other_batches, arguments, call, number)
-            cut = executor.group.cut(arguments, experiment.shards, steps_done)
+            given = arguments, experiment.shards, steps_done, (call, number), before
+            cut = interruptible(executor.group.cut_compared, *given)
             streams.finish_elsewhere(cut.held(), executor.engine.devices)
             self._open_flight()
             yield cut, functools.partial(derive_seed, "evaluation", experiment.seed, number)
