@@ -235,7 +235,8 @@ def _decode_complex(parts: list[Plain], fetch: _Fetch) -> complex:
 def _decode_numpy(parts: list[Plain], fetch: _Fetch) -> np.floating[Any]:
     name, value = parts
     (kind,) = (one for one in _SHORT_FLOATS if one.__name__ == name)
-    return kind(_decode(value, fetch))
+    number: np.floating[Any] = kind(_decode(value, fetch))
+    return number
 
 
 def _decode_pairs(pairs: list[Any], fetch: _Fetch) -> dict[Any, Tree]:
