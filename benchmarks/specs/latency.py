@@ -28,15 +28,10 @@ REPORT, EVERYONE = bytes(200), Exchange("step", "its part")
 SIZES = {"1 kB": 10**3, "10 kB": 10**4, "100 kB": 10**5, "1 MB": 10**6, "10 MB": 10**7}
 SIZES |= {"100 MB": 10**8}
 PROCESSES = (2, 4, 8)
-METHODS = {
-    "gloo": "gloo's all_reduce",
-    "copied": "the same, from and to own memory",
-    "memory": "shared memory",
-    "network": "sockets",
-}
-"""Methods to exchange gradients."""
+METHODS = ("gloo", "copied", "memory", "network")
+"""How gradients are exchanged: by gloo's all_reduce, in place or from and to own memory; and ours."""
 AT_MOST = 1.5  # times gloo's all_reduce, of sockets
-ROUND_TRIP_MS = 0.3  # of the smallest exchanges through shared memory, with a core for each process
+ROUND_TRIP_MS, SMALL = 0.3, 10**4  # of exchanges of few bytes, with a core for each process
 
 STEPS = {"warmup_steps": 40, "steps": 300}
 TINY = {"network": "specs.latency:mlp", "shape": [16], "examples": 64, **STEPS}
@@ -125,16 +120,20 @@ def trainings() -> list[Contender]:
     ]
 
 
-def exchange_row(runs: list[Run], processes: int, size: str, method: str) -> list[str]:
-    """Return the row of a method to exchange some bytes."""
-    own = by_round(runs, size, variant=f"{method}.{processes}")
-    ratios = paired_ratios(own, by_round(runs, size, variant=f"gloo.{processes}"))
-    at_most = AT_MOST if method == "network" else None
-    judged = verdict(ratios, at_most=at_most, spell="{}×".format)
-    if method == "memory" and processes == 2 and SIZES[size] <= 10**4:
-        judged = verdict(own.values(), at_most=ROUND_TRIP_MS, spell="{} ms".format)
-    spelled = [str(processes), size, METHODS[method]]
-    return [*spelled, *cells(own.values(), small), median(ratios, unit="×"), *judged]
+def exchange_row(runs: list[Run], processes: int, size: str) -> list[str]:
+    """Return the row of exchanges of some bytes, each beside gloo's all_reduce."""
+    found = {one: by_round(runs, size, variant=f"{one}.{processes}") for one in METHODS}
+    times = [median(found[one].values(), small) for one in ("gloo", "memory", "network")]
+    copied, sockets = (paired_ratios(found[one], found["gloo"]) for one in ("copied", "network"))
+    judged = verdict(sockets, at_most=AT_MOST, spell="{}×".format)
+    row = [str(processes), size, *times, median(copied, unit="×")]
+    return [*row, *cells(sockets, unit="×"), *judged]
+
+
+def round_trip_row(runs: list[Run], size: str) -> list[str]:
+    """Return the row of a small exchange through the memory of two processes."""
+    own = by_round(runs, size, variant=f"memory.{PROCESSES[0]}").values()
+    return [size, *cells(own, small), *verdict(own, at_most=ROUND_TRIP_MS, spell="{} ms".format)]
 
 
 def step_row(runs: list[Run], V: int) -> list[str]:
@@ -162,22 +161,24 @@ def step_ms(runs: list[Run], variant: str) -> dict[int, float]:
 
 
 def tables(document: Mapping[str, Any]) -> dict[str, Table]:
-    """Return the table of exchanges and that of steps."""
+    """Return the tables of exchanges, of small ones through memory, and of steps."""
     runs = document["runs"]
-    methods = [one for one in METHODS if select(runs, variant=f"{one}.{PROCESSES[0]}")]
-    rows = [
-        exchange_row(runs, processes, size, method)
-        for processes in PROCESSES
-        for size in SIZES
-        for method in methods
-    ]
-    head = ("processes", "gradients", "exchange", "ms", "spread", "over gloo", "target", "verdict")
+    rows = [exchange_row(runs, processes, size) for processes in PROCESSES for size in SIZES]
+    times = ("all_reduce, ms", "shared memory, ms", "sockets, ms")
+    ratios = ("own memory over all_reduce", "sockets over all_reduce", "spread")
+    head = ("processes", "gradients", *times, *ratios, "target", "verdict")
+    small_ones = [size for size, nbytes in SIZES.items() if nbytes <= SMALL]
+    trips = Table(
+        ("gradients", "ms", "spread", "target", "verdict"),
+        [round_trip_row(runs, size) for size in small_ones],
+    )
     heads = ("evenstep", "ms a step", "DDP", "ratio", "spread", "target", "verdict")
     steps = [step_row(runs, V) for V in OVER_DDP]
     measured = [one for one in PROCESSES if step_ms(runs, f"growth{one}")]
     growth = [growth_row(runs, processes) for processes in measured]
     grown = Table(("processes", "ms a step", "over two", "spread", "target", "verdict"), growth)
-    return {"exchanges": Table(head, rows, 3), "steps": Table(heads, steps), "growth": grown}
+    found = {"exchanges": Table(head, rows, 2), "round_trips": trips}
+    return {**found, "steps": Table(heads, steps), "growth": grown}
 
 
 BENCHMARK = Benchmark(
