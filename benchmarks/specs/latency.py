@@ -15,7 +15,7 @@ from torch import distributed, nn
 
 from benchmark import FOLDER, Benchmark, Contender, script
 from evenstep.bench import lineup, paired_ratios
-from evenstep.bench.rounds import Run, by_round, select
+from evenstep.bench.rounds import Run, by_round
 from evenstep.bench.tables import Table, cells, median, small, verdict
 from evenstep.collectives import forest
 from evenstep.devices import kept_memory
@@ -29,7 +29,7 @@ SIZES = {"1 kB": 10**3, "10 kB": 10**4, "100 kB": 10**5, "1 MB": 10**6, "10 MB":
 SIZES |= {"100 MB": 10**8}
 PROCESSES = (2, 4, 8)
 METHODS = ("gloo", "copied", "memory", "network")
-"""How gradients are exchanged: by gloo's all_reduce, in place or from and to own memory; and ours."""
+"""How gradients are exchanged: by all_reduce in place, or from and to own memory; and by ours."""
 AT_MOST = 1.5  # times gloo's all_reduce, of sockets
 ROUND_TRIP_MS, SMALL = 0.3, 10**4  # of exchanges of few bytes, with a core for each process
 
