@@ -4,9 +4,12 @@ import os
 import re
 
 import pytest
+from torch import nn
 
+from evenstep.errors import InputError
 from launched import JOBS, apart, free_port, launched, started, wait_for_all
 from marks import slow
+from trainers import open_trainer
 from warm import run as run_job
 
 LIMIT_S = 3.0
@@ -103,6 +106,25 @@ def test_what_differs_between_processes_is_named_in_all(tmp_path, kind, pattern)
     run(tmp_path, kind)
     for rank in range(2):
         assert re.search(pattern, reported(tmp_path, kind, rank)[1])
+
+
+@pytest.mark.parametrize(
+    ("variables", "pattern"),
+    [
+        ({"RANK": "first"}, "the variable RANK is 'first'"),
+        ({"WORLD_SIZE": "-2"}, "the variable WORLD_SIZE is '-2'"),
+        ({"MASTER_ADDR": None}, "MASTER_ADDR"),
+    ],
+)
+def test_an_environment_that_is_set_by_halves_is_named(variables, pattern, monkeypatch):
+    usual = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "RANK": "0", "WORLD_SIZE": "2"}
+    for name, value in {**usual, "TORCHELASTIC_RUN_ID": "test", **variables}.items():
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match=pattern), open_trainer(nn.Linear(2, 2)):
+        pass
 
 
 def test_a_process_that_starts_alone_waits_no_longer_than_the_limit(tmp_path):

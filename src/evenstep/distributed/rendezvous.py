@@ -27,7 +27,7 @@ from evenstep.distributed.secret import (
 )
 from evenstep.distributed.shared.rounds import shared_rounds
 from evenstep.distributed.status_board import StatusBoard
-from evenstep.errors import PeerError
+from evenstep.errors import InputError, PeerError
 from evenstep.private_torch.processes import default_store
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def local_share() -> tuple[int, int]:
     """
     if not was_launched():
         return 0, 1
-    return int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return _number_of("LOCAL_RANK", "0"), _number_of("LOCAL_WORLD_SIZE", "1")
 
 
 def job_share() -> tuple[int, int]:
@@ -59,7 +59,15 @@ def job_share() -> tuple[int, int]:
         return dist.get_rank(), dist.get_world_size()
     if not was_launched():
         return 0, 1
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    return _number_of("RANK", "0"), _number_of("WORLD_SIZE", "1")
+
+
+def _number_of(variable: str, otherwise: str) -> int:
+    """Return a number that the launcher has set in the environment."""
+    text = os.environ.get(variable, otherwise)
+    if not text.isdecimal():
+        raise InputError(f"the variable {variable} is {text!r}, where a launcher sets a number")
+    return int(text)
 
 
 def machine_count() -> int:
@@ -68,8 +76,8 @@ def machine_count() -> int:
     Without that variable, all machines are taken to have as many processes as this one.
     """
     processes, here = job_share()[1], local_share()[1]
-    launched = os.environ.get("GROUP_WORLD_SIZE") if was_launched() else None
-    return int(launched) if launched else -(-processes // here)
+    launched = _number_of("GROUP_WORLD_SIZE", "0") if was_launched() else 0
+    return launched or -(-processes // here)
 
 
 def is_first() -> bool:
@@ -94,7 +102,8 @@ def join(timeout_s: float, interface: str | None = None) -> Peers:
 
     Raises:
         PeerError: not all processes arrive within the time limit, or one doesn't know the secret.
-        InputError: the file with the secret can't be used.
+        InputError: the file with the secret can't be used, or the environment doesn't say where the
+            processes meet.
     """
     secret = read_secret(os.environ[SECRET_FILE]) if SECRET_FILE in os.environ else b""
     store, rank, size = _meeting_point(timeout_s)
@@ -150,6 +159,11 @@ def _meeting_point(timeout_s: float) -> tuple[Store, int, int]:
         raise PeerError(
             f"the processes did not meet within {timeout_s:g} s: start all of them, and make sure "
             f"that each can reach the launcher's store ({error})"
+        ) from error
+    except ValueError as error:
+        raise InputError(
+            f"this process was started as one of several, but its environment does not say where "
+            f"they meet: {error}"
         ) from error
     return store, rank, size
 

@@ -782,6 +782,8 @@ class Trainer(Habits):
     def wait_for_save(self) -> None:
         """Wait until the checkpoint that `save(background=True)` has begun is on the disk.
 
+        Of several processes only the first writes; in the others it returns at once.
+
             trainer.save("runs/a", background=True)
             trainer.step(X, y)
             trainer.wait_for_save()
