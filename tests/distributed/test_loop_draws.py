@@ -1,4 +1,4 @@
-"""Random numbers that a loop draws for its part of a batch are said once, and no others."""
+"""What a loop draws, or makes itself, for its part of a batch is said once, and nothing else."""
 
 import json
 
@@ -17,9 +17,10 @@ def test_what_a_loop_draws_for_a_part_of_a_batch_is_said_once_by_name(tmp_path):
     first, second = (lines_of(finished, tmp_path, rank) for rank in range(2))
     assert not any(second.values())
     for loop, lines in first.items():
-        assert len(lines) == (loop in NAMES), (loop, lines)
+        assert len(lines) == (loop in NAMES or loop == "replayed"), (loop, lines)
         if loop in NAMES:
             assert f"from {NAMES[loop]}'s default generator" in lines[0]
+    assert "all processes gave the same examples, inside a loop" in first["replayed"][0]
 
 
 def test_a_process_alone_draws_for_whole_batches(tmp_path):

@@ -37,6 +37,9 @@ _HEAD = struct.Struct("<bb?qd5i")
 NO_DIGEST = -1
 """Of a batch that is not compared in this step."""
 
+_OWN = 1 << 32
+"""Added to the digest of a batch that a loop over an epoch has made itself."""
+
 
 class Verdict(enum.IntEnum):
     """How a process's part of a step ended."""
@@ -68,7 +71,7 @@ class Report:
         story: why the part failed.
         stop: whether the process was asked to stop.
         kind: how the process computes its shards.
-        digest: of the batch that the process was given (see `batch_digest`).
+        digest: of the batch that the process was given (see `batch_digest` and `own_digest`).
         speed: how many shards a second the process computes; 0 while unknown.
         leaves: each own shard's total and count.
         present: for each own partial sum, 1 for each parameter that has a gradient, else 0.
@@ -141,7 +144,8 @@ def check_reports(reports: Sequence[Report], peers: Peers, but: int | None = Non
                 f"same steps of the same batches, and add the same gradients of its own",
                 rank,
             )
-    digests = {rank: one.digest for rank, one in enumerate(reports) if one.digest != NO_DIGEST}
+    compared = range(NO_DIGEST + 1, _OWN)
+    digests = {rank: one.digest for rank, one in enumerate(reports) if one.digest in compared}
     refuse_other_batches(digests, peers, f"step {own[0]}")
     _refuse_mixed(reports, peers)
 
@@ -164,6 +168,17 @@ def batch_digest(batch: Batch, *, is_whole: bool) -> int:
         digest = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest)
         digest = zlib.crc32(bytes_of(tensor).numpy().data, digest)
     return digest
+
+
+def own_digest(batch: Batch) -> int:
+    """Return a checksum of a batch that a loop has made where each process has a part in hand."""
+    return _OWN + batch_digest(batch, is_whole=True)
+
+
+def are_no_parts(reports: Sequence[Report]) -> bool:
+    """Return whether all processes gave the same, where each should have given another part."""
+    digest, *others = {report.digest for report in reports}
+    return digest >= _OWN and not others and len(reports) > 1
 
 
 def refuse_other_batches(digests: Mapping[int, int], peers: Peers, place: str) -> None:

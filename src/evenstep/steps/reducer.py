@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import operator
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ from evenstep.distributed.step_report import (
     Kind,
     Report,
     Verdict,
+    are_no_parts,
     check_reports,
     decoded,
     named,
@@ -42,6 +44,8 @@ from evenstep.shard.gradients import GradientStream, sparse_error
 from evenstep.shard.partial_sum import Add, PartialSum, add, densify, receive
 from evenstep.steps.outputs import pack_outputs, unpack_outputs
 from evenstep.steps.step import Attempt, Step
+
+logger = logging.getLogger("evenstep")
 
 _OUTPUT = "output/"
 
@@ -269,6 +273,14 @@ class ProcessReducer(LocalReducer):
         assert sending is not None
         reports = self._gather(report)
         check_reports(reports, self.peers)
+        if self.rank == 0 and are_no_parts(reports):
+            logger.warning(
+                "in step %d all processes gave the same examples, inside a loop over trainer.epoch "
+                "that gives each its part of a batch: they are taken for its part, and so for "
+                "different ones with a different number of processes. For whole batches of your "
+                "own there, loop over trainer.epoch(loader, whole=True)",
+                step,
+            )
         self.assignment.record_speeds(step, [other.speed for other in reports])
         if self.stop_seen is None and any(report.stop for report in reports):
             self.stop_seen = step

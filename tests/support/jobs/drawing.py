@@ -79,7 +79,20 @@ def plain(trainer):
         trainer.step(X, y)
 
 
-LOOPS = [mixed, noised, chosen, whole, collated, by_hand, beside, plain]
+def replayed(trainer):
+    """Step on earlier examples too, as many as this process's part has."""
+    for X, y in trainer.epoch(PARTS):
+        trainer.step(X, y)
+        trainer.step(*EXAMPLES[:8])
+
+
+def scaled(trainer):
+    """Step on examples that are made of the part's."""
+    for X, y in trainer.epoch(PARTS):
+        trainer.step(X / 2, y + 0)
+
+
+LOOPS = [mixed, noised, chosen, whole, collated, by_hand, beside, plain, replayed, scaled]
 
 
 class Lines(logging.Handler):

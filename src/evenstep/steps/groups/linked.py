@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import optree
 import torch
 from safetensors.torch import load, save
 
@@ -19,7 +20,12 @@ from evenstep.checkpoint.fingerprint import tensor_digest
 from evenstep.data import Cursor
 from evenstep.data.adapters.sources import EXAMPLES, Source
 from evenstep.distributed import Exchange, agree, follow_the_first, refuse_divergence
-from evenstep.distributed.step_report import NO_DIGEST, batch_digest, refuse_other_batches
+from evenstep.distributed.step_report import (
+    NO_DIGEST,
+    batch_digest,
+    own_digest,
+    refuse_other_batches,
+)
 from evenstep.errors import SaveError, text_of
 from evenstep.steps.groups.group import Group, State
 from evenstep.steps.groups.loop_draws import LoopDraws
@@ -53,7 +59,9 @@ class LinkedGroup(Group):
         self._reducer = reducer
         self._peers = reducer.peers
         self._shards = shards
+        self._handed: Batch = ()  # what `batches` has yielded last
         self._is_first_batch = True
+        self._is_first_own = True  # of the batches that a loop over parts has made itself
         self._draws = LoopDraws() if self.is_first else None
         self._said_whole: list[Source] = []
 
@@ -89,11 +97,13 @@ class LinkedGroup(Group):
         try:
             for number, batch in enumerate(source.epoch(cursor, part), cursor.step):
                 upcoming = number + 1
-                self.in_hand = own = fetched.pop(number)
+                self.in_hand, self._handed = fetched.pop(number), batch
+                own = self.in_hand
                 if self._draws is not None:
                     self._draws.begin(own)
                 yield batch
         finally:
+            self._handed = ()
             if self.in_hand is own:
                 self.in_hand = outer
 
@@ -179,10 +189,18 @@ class LinkedGroup(Group):
     def digest_of(self, batch: Batch, *, is_due: bool) -> int:
         """Return the digest of a batch if it is compared in this step."""
         is_whole = self.in_hand is None
+        if not is_whole and not is_due and self._is_first_own and not self._was_handed(batch):
+            self._is_first_own = False
+            return own_digest(batch)
         if not (is_due or (is_whole and self._is_first_batch)):
             return NO_DIGEST
         self._is_first_batch &= not is_whole
         return batch_digest(batch, is_whole=is_whole)
+
+    def _was_handed(self, batch: Batch) -> bool:
+        """Whether a batch has a tensor of the one that `batches` has yielded last."""
+        ours, theirs = ({*map(id, optree.tree_leaves(one))} for one in (batch, self._handed))
+        return not ours.isdisjoint(theirs)
 
     def refuse_other_results(
         self,
