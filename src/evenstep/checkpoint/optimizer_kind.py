@@ -7,11 +7,13 @@ compute something else from it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import zlib
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from evenstep.errors import shown
 from evenstep.replicas import inner_optimizers, is_plain_value, python_number
@@ -72,8 +74,10 @@ def scheduler_kinds(scheduler: Any, place: str = "scheduler") -> dict[str, str]:
     """Return the class of a scheduler, and of those inside it, as facts."""
     kind = type(scheduler)
     found = {f"the class of the {place}": _short(f"{kind.__module__}.{kind.__qualname__}")}
-    inner = getattr(scheduler, "_schedulers", ())
-    for number, one in enumerate(inner if isinstance(inner, list | tuple) else ()):
+    values = getattr(scheduler, "__dict__", {}).values()
+    held = itertools.chain(*(one for one in values if isinstance(one, list | tuple)))
+    inner = (one for one in held if isinstance(one, LRScheduler))
+    for number, one in enumerate(inner):
         found |= scheduler_kinds(one, f"{place}.{number}")
     return found
 
