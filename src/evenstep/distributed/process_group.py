@@ -44,7 +44,7 @@ class Exchange(NamedTuple):
     def awaited(self) -> str:
         """What a process waits for, and where."""
         if self.call == "step":
-            return f"{self.what} of {self.place}"
+            return self.what if self.step is None else f"{self.what} of {self.place}"
         if self.call == END:
             return f"{self.what} at {END}"
         return f"{self.what} in {self.call}, which every process must call"
