@@ -64,7 +64,7 @@ def test_on_one_machine_everything_listens_on_the_loopback_alone():
     finally:
         process.terminate()
         process.communicate()
-    assert len(listens) >= 3  # the store's, and each worker's
+    assert listens  # the store's: on one machine the workers need none
     assert {address for address, _ in listens} == {"0100007F"}  # 127.0.0.1
 
 
