@@ -72,7 +72,7 @@ class Recorder:
     """Records this process from `start` on; the file is created at the first call of a model.
 
     Args:
-        folder: as for `record`, and checked, as `level`, `steps`, `every`, `values` and `batch_dim`.
+        folder: as for `record`, and checked, as are level, steps, every, values and batch_dim.
         most_nbytes: the largest file.
         rank: the number of this process, and the number of processes, where `torch.distributed`
             does not say it.
