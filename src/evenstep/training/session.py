@@ -258,7 +258,7 @@ class Session:
     def should_stop(self) -> bool:
         """Whether the training should stop."""
         steps_done = self._parts.progress.position.steps_done
-        return self._parts.executor.group.should_stop(steps_done, self._chosen.max_in_flight)
+        return self._parts.executor.group.should_stop(steps_done)
 
     # ---- closing
 

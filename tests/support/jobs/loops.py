@@ -73,6 +73,14 @@ def evaluating_whole(trainer):
             trainer.evaluate([(X, y)], METRICS)
 
 
+def predicting_alike(trainer):
+    """Predict for the part in hand, whose examples are the same in all processes."""
+    examples = TensorDataset(*(one[:1].repeat(32, *one[0].ndim * [1]) for one in EXAMPLES.tensors))
+    for X, y in trainer.epoch(Loader(examples, 8, shuffle=False)):
+        assert len(trainer.predict([X])) == 8
+        trainer.step(X, y)
+
+
 def breaking_off(trainer):
     """Begin an epoch again in its middle."""
     for stop in (3, 9, 30):
@@ -82,7 +90,8 @@ def breaking_off(trainer):
                 break
 
 
-LOOPS = (skipping, skipping_fetched, repeating, evaluating, evaluating_whole, breaking_off)
+LOOPS = (skipping, skipping_fetched, repeating, evaluating, evaluating_whole)
+LOOPS += (predicting_alike, breaking_off)
 
 
 def one_skips(trainer):

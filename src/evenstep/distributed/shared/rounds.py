@@ -117,6 +117,7 @@ class SharedRounds:
             self._found = found = [b""] * self._size
             found[self._rank] = message
             self._exchange_pieces()
+            self._message, self._found = b"", []  # they may be large
             return found
         finally:
             if INTERRUPTS.pending:

@@ -163,6 +163,6 @@ class Group:
         """Stop all processes before the same step."""
         self._stop_asked = True
 
-    def should_stop(self, steps_done: int, max_in_flight: int) -> bool:
+    def should_stop(self, steps_done: int) -> bool:
         """Return whether step `steps_done` must not be taken."""
         return self._stop_asked

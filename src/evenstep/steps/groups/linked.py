@@ -94,6 +94,7 @@ class LinkedGroup(Group):
             return fetched[number]
 
         outer = own = self.in_hand  # of a loop around this one, such as an epoch that evaluates
+        outer_handed = self._handed
         try:
             for number, batch in enumerate(source.epoch(cursor, part), cursor.step):
                 upcoming = number + 1
@@ -103,9 +104,8 @@ class LinkedGroup(Group):
                     self._draws.begin(own)
                 yield batch
         finally:
-            self._handed = ()
             if self.in_hand is own:
-                self.in_hand = outer
+                self.in_hand, self._handed = outer, outer_handed
 
     def _whole_batches(self, source: Source, cursor: Cursor, *, is_wanted: bool) -> Iterator[Batch]:
         if self.is_first and not is_wanted and source not in self._said_whole:
@@ -221,7 +221,7 @@ class LinkedGroup(Group):
         """Compare a batch to evaluate with that of the other processes, and cut this one's part.
 
         A batch that comes from no loop of the call itself, but inside a loop over an epoch, is a
-        whole one if all processes have the same.
+        whole one if it is not of that loop, and all processes have the same.
         """
         call, number = place
         given = self.in_hand
@@ -230,7 +230,7 @@ class LinkedGroup(Group):
         wholes, digests = zip(*map(json.loads, messages), strict=True)
         named = dict(enumerate(digests))
         refuse_other_batches(named, self._peers, f"batch {number} of {call}")
-        if given is before and len({*wholes}) == 1:
+        if given is before and not self._was_handed(batch) and len({*wholes}) == 1:
             self.in_hand = None
         try:
             return self.cut(batch, shards, step)
@@ -266,7 +266,7 @@ class LinkedGroup(Group):
         super().ask_to_stop()
         self._reducer.stop_asked = True
 
-    def should_stop(self, steps_done: int, max_in_flight: int) -> bool:
+    def should_stop(self, steps_done: int) -> bool:
         """Return whether step `steps_done` must not be taken."""
         # A process that learns of it has at most so many further steps in flight.
         seen = self._reducer.stop_seen
