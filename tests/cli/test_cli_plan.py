@@ -343,6 +343,7 @@ def test_a_record_holds_no_times(tmp_path):
     [
         (("--devices", "0"), "whole numbers"),
         (("--devices", "4..2"), "the smaller number first"),
+        (("--devices", "1..x"), "such as 1..16"),
         (("--devices", "1..999999999"), "up to 100,000"),
         (("--devices", "x"), "whole numbers"),
         (("--network", "fast"), "give bits or bytes a second"),
