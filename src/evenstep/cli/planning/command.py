@@ -97,7 +97,9 @@ def device_counts(text: str) -> list[int]:
             powers = [2**n for n in range(31) if first <= 2**n <= last]
             counts = sorted({first, *powers, last})
     elif ".." in text:
-        raise InputError(f"got --devices {shown(text)}: write a range as two numbers, such as 1..16")
+        raise InputError(
+            f"got --devices {shown(text)}: write a range as two numbers, such as 1..16"
+        )
     else:
         counts = sorted(set(whole_numbers("--devices", text)))
     if len(counts) > _MOST_ROWS or counts[-1] > MOST_PLANNED:
