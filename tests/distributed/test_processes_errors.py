@@ -127,9 +127,10 @@ def test_an_environment_that_is_set_by_halves_is_named(variables, pattern, monke
         pass
 
 
-def test_a_process_that_starts_alone_waits_no_longer_than_the_limit(tmp_path):
+@pytest.mark.parametrize("launcher", [{"TORCHELASTIC_RUN_ID": "test"}, {}], ids=["torchrun", "env"])
+def test_a_process_that_starts_alone_waits_no_longer_than_the_limit(launcher, tmp_path):
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "0"}
-    variables |= {"WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "test"}
+    variables |= {"WORLD_SIZE": "2", **launcher}
     ended = run_job(JOBS / "fail.py", tmp_path, "nothing", env={**os.environ, **variables})
     assert ended.returncode == 0, ended.stderr
     seconds, text = reported(tmp_path, "nothing", 0)

@@ -33,14 +33,21 @@ from evenstep.private_torch.processes import default_store
 if TYPE_CHECKING:
     from evenstep.private_torch.processes import Store
 
+_MEETING = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")  # torch's `env://` initialization
 _PATIENCE = 2  # times the limit: NCCL ends the process at its own, before an error names the peer
 
 
 def was_launched() -> bool:
-    """Whether a launcher started this process as one of several."""
+    """Whether a launcher started this process as one of several.
+
+    torchrun says so; others (DeepSpeed's, Kubeflow's PyTorchJob, a script of the user's) set the
+    four variables of torch's `env://` initialization.
+    """
     if not dist.is_available():
         return False
-    return dist.is_initialized() or dist.is_torchelastic_launched()
+    if dist.is_initialized() or dist.is_torchelastic_launched():
+        return True
+    return all(variable in os.environ for variable in _MEETING)
 
 
 def local_share() -> tuple[int, int]:
