@@ -43,6 +43,7 @@ PARTS = [
     ("branching", "lbfgs", "sequential"),
     ("mixed_dtypes", "adam", "none"),
     ("noisy", "sgd", "none"),
+    ("batch_norm", "sgd", "holds another"),
 ]
 
 

@@ -16,6 +16,25 @@ OPTIMIZERS = {
     "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3),
 }
 SCHEDULES = torch.optim.lr_scheduler
+
+
+class WarmUp(SCHEDULES.LRScheduler):
+    """Raises the rate for three steps, then leaves it to another scheduler, which it holds."""
+
+    def __init__(self, optimizer, after):
+        self.after = after
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        return [rate * self.last_epoch / 3 for rate in self.base_lrs]
+
+    def step(self):
+        if getattr(self, "last_epoch", 0) < 3:
+            super().step()
+        else:
+            self.after.step()
+
+
 SCHEDULERS = {
     "none": lambda optimizer: None,
     "one cycle": lambda o: SCHEDULES.OneCycleLR(o, 0.2, total_steps=20),
@@ -25,6 +44,7 @@ SCHEDULERS = {
     "sequential": lambda o: SCHEDULES.SequentialLR(
         o, [SCHEDULES.LinearLR(o, total_iters=2), SCHEDULES.ExponentialLR(o, 0.9)], [2]
     ),
+    "holds another": lambda o: WarmUp(o, SCHEDULES.StepLR(o, 2)),
 }
 LOSS = nn.CrossEntropyLoss()
 X, Y = make_batches((53,))[0]

@@ -75,7 +75,7 @@ def scheduler_kinds(scheduler: Any, place: str = "scheduler") -> dict[str, str]:
     kind = type(scheduler)
     found = {f"the class of the {place}": _short(f"{kind.__module__}.{kind.__qualname__}")}
     values = getattr(scheduler, "__dict__", {}).values()
-    held = itertools.chain(*(one for one in values if isinstance(one, list | tuple)))
+    held = itertools.chain(*(one if isinstance(one, list | tuple) else (one,) for one in values))
     inner = (one for one in held if isinstance(one, LRScheduler))
     for number, one in enumerate(inner):
         found |= scheduler_kinds(one, f"{place}.{number}")

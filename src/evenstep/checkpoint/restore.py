@@ -22,6 +22,7 @@ Scheduler: TypeAlias = torch.optim.lr_scheduler.LRScheduler
 
 # Keys beside those of an optimizer's state_dict.
 _INNER = "inner_optimizers"  # the state_dicts of those inside it
+_HELD = "held_scheduler"  # in a scheduler's, the only key in the place of another scheduler
 _OUTER = "outer_state"  # the state of one around them, whose own state_dict may lose it
 
 # What libraries raise for a state of a different kind than they expect.
@@ -60,7 +61,7 @@ def unchanged_on_error(
     asked = saved.model.extra or {}
     extra = {name: state for name, state in extra_states(model).items() if name in asked}
     extra = copy.deepcopy(extra)
-    schedule = copy.deepcopy(scheduler.state_dict()) if scheduler is not None else None
+    schedule = copy.deepcopy(scheduler_state(scheduler)) if scheduler is not None else None
     try:
         with rolled_back_on_error([*model.parameters(), *model.buffers()], optimizer):
             yield
@@ -284,12 +285,38 @@ def restore_scheduler(scheduler: Scheduler | None, saved: Tree | None) -> None:
         )
     if scheduler is not None and saved is not None:
         try:
-            scheduler.load_state_dict(saved)
+            load_scheduler(scheduler, saved)
         except _UNFIT as error:
             raise CheckpointError(
                 f"the checkpoint is of a different scheduler than {type(scheduler).__name__}: "
                 f"{error!r}"
             ) from error
+
+
+def scheduler_state(scheduler: Scheduler) -> dict[str, Any]:
+    """Return a scheduler's `state_dict`, with their states in the place of schedulers that it holds.
+
+    torch's own do so themselves; of others, such as a warm-up before a second scheduler, the
+    `state_dict` that they inherit has the second one itself, and with it the optimizer.
+    """
+    return {
+        name: {_HELD: scheduler_state(value)} if isinstance(value, Scheduler) else value
+        for name, value in scheduler.state_dict().items()
+    }
+
+
+def load_scheduler(scheduler: Scheduler, saved: Tree) -> None:
+    """Restore what `scheduler_state` returned, also in the schedulers that one holds.
+
+    Raises:
+        AttributeError, LookupError, RuntimeError, TypeError, ValueError: it is of another kind.
+    """
+    state = dict(saved)
+    for name, value in saved.items():
+        if isinstance(value, dict) and value.keys() == {_HELD}:
+            state[name] = getattr(scheduler, name)
+            load_scheduler(state[name], value[_HELD])
+    scheduler.load_state_dict(state)
 
 
 @contextmanager

@@ -12,7 +12,12 @@ import torch
 from torch.utils.data import DataLoader
 
 from evenstep.checkpoint.codec import encode
-from evenstep.checkpoint.restore import restore_optimizer
+from evenstep.checkpoint.restore import (
+    Scheduler,
+    load_scheduler,
+    restore_optimizer,
+    scheduler_state,
+)
 from evenstep.checkpoint.training_state import TrainingState
 from evenstep.data.generators import GeneratorStates
 from evenstep.data.order import LoaderPlace
@@ -79,7 +84,7 @@ class UserState:
 
     def read(self) -> dict[str, Any]:
         """Return the states as they are now, by name."""
-        return {name: one.state_dict() for name, one in self._objects.items()}
+        return {name: _state_of(one) for name, one in self._objects.items()}
 
     def check(self, saved: Collection[str]) -> None:
         """Refuse a checkpoint with states of objects that are not here."""
@@ -164,13 +169,19 @@ def _check_object(name: str, one: Any, saved_already: Mapping[str, object]) -> N
     if isinstance(one, DataLoader) and one.num_workers:
         return  # its state_dict would start worker processes
     try:
-        encode({name: one.state_dict()}, _nothing_of)
+        encode({name: _state_of(one)}, _nothing_of)
     except CheckpointError as error:
         raise InputError(f'the state_dict of state["{name}"] can\'t be saved: {error}') from error
 
 
+def _state_of(one: Any) -> Any:
+    return scheduler_state(one) if isinstance(one, Scheduler) else one.state_dict()
+
+
 def _restore(one: Any, state: Any) -> None:
-    if isinstance(one, torch.optim.Optimizer):
+    if isinstance(one, Scheduler):
+        load_scheduler(one, state)
+    elif isinstance(one, torch.optim.Optimizer):
         restore_optimizer(one, state)  # with the dtypes that it was saved with
     else:
         one.load_state_dict(state)

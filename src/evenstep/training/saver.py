@@ -16,7 +16,7 @@ from evenstep.checkpoint import fingerprint as fingerprints
 from evenstep.checkpoint.async_writer import AsyncWriter, write_state
 from evenstep.checkpoint.files import checkpoint_of, list_checkpoints, step_of
 from evenstep.checkpoint.optimizer_kind import groups_of, kinds_of, scheduler_kinds
-from evenstep.checkpoint.restore import Scheduler, optimizer_state, restore_all
+from evenstep.checkpoint.restore import Scheduler, optimizer_state, restore_all, scheduler_state
 from evenstep.checkpoint.training_state import ModelState, TrainingState
 from evenstep.checkpoint.user_state import UserState, encodable
 from evenstep.data import Cursor
@@ -203,7 +203,7 @@ class Saver:
             compiles=programs.compiles if programs else None,
             model=ModelState.of(self._model),
             optimizer=optimizer_state(self._optimizer),
-            scheduler=scheduler.state_dict() if scheduler else None,
+            scheduler=scheduler_state(scheduler) if scheduler else None,
             optimizers=kinds_of(self._optimizer),
             within_rounding=self._notes.within_rounding,
             data=encodable(self._sources.saved_at(position.cursor)),
