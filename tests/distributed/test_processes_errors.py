@@ -6,6 +6,7 @@ import re
 import pytest
 from torch import nn
 
+from evenstep.distributed import local_share
 from evenstep.errors import InputError
 from launched import JOBS, apart, free_port, launched, started, wait_for_all
 from marks import slow
@@ -125,6 +126,15 @@ def test_an_environment_that_is_set_by_halves_is_named(variables, pattern, monke
             monkeypatch.setenv(name, value)
     with pytest.raises(InputError, match=pattern), open_trainer(nn.Linear(2, 2)):
         pass
+
+
+@pytest.mark.parametrize(("address", "share"), [("localhost", (1, 2)), ("10.0.0.1", (0, 1))])
+def test_processes_that_meet_at_the_loopback_share_the_devices(address, share, monkeypatch):
+    """As those of `torch.multiprocessing.spawn` do, for which nothing sets LOCAL_RANK."""
+    meeting = {"MASTER_ADDR": address, "MASTER_PORT": "1", "RANK": "1", "WORLD_SIZE": "2"}
+    for name, value in meeting.items():
+        monkeypatch.setenv(name, value)
+    assert local_share() == share
 
 
 @pytest.mark.parametrize("launcher", [{"TORCHELASTIC_RUN_ID": "test"}, {}], ids=["torchrun", "env"])

@@ -294,10 +294,10 @@ def restore_scheduler(scheduler: Scheduler | None, saved: Tree | None) -> None:
 
 
 def scheduler_state(scheduler: Scheduler) -> dict[str, Any]:
-    """Return a scheduler's `state_dict`, with their states in the place of schedulers that it holds.
+    """Return a scheduler's `state_dict`; a scheduler that it holds is there with its own state.
 
-    torch's own do so themselves; of others, such as a warm-up before a second scheduler, the
-    `state_dict` that they inherit has the second one itself, and with it the optimizer.
+    torch's own do so themselves. The `state_dict` that others inherit, such as a warm-up before a
+    second scheduler, has the second one itself, and with it the optimizer.
     """
     return {
         name: {_HELD: scheduler_state(value)} if isinstance(value, Scheduler) else value

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from evenstep.private_torch.processes import Store
 
 _MEETING = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")  # torch's `env://` initialization
+_LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 _PATIENCE = 2  # times the limit: NCCL ends the process at its own, before an error names the peer
 
 
@@ -53,10 +54,13 @@ def was_launched() -> bool:
 def local_share() -> tuple[int, int]:
     """Return this process's number among those of the job on this machine, and their number.
 
-    The launcher sets both in the environment (`LOCAL_RANK`, `LOCAL_WORLD_SIZE`).
+    The launcher sets both in the environment (`LOCAL_RANK`, `LOCAL_WORLD_SIZE`). Where it doesn't
+    (`torch.multiprocessing.spawn`) and the processes meet at the loopback, all are on this machine.
     """
     if not was_launched():
         return 0, 1
+    if "LOCAL_RANK" not in os.environ and os.environ.get("MASTER_ADDR") in _LOOPBACK:
+        return job_share()
     return _number_of("LOCAL_RANK", "0"), _number_of("LOCAL_WORLD_SIZE", "1")
 
 
