@@ -19,7 +19,7 @@ from evenstep.data import Cursor
 from evenstep.data.fetching import COMPARED
 from evenstep.errors import BatchError, CheckpointError, InputError
 from loading import BATCH, BATCHES, CLASSES, EXAMPLES, FEATURES, KINDS, PROCESSES, arguments_of
-from trainers import sgd
+from trainers import open_trainer, sgd
 
 SLOW = {"forkserver", "spawn", "torchdata stream fork", "stream persistent"}
 FEW = ("shuffled", "augmented", "stream", "own state")
@@ -622,3 +622,25 @@ def test_a_loader_that_calls_the_trainer(max_in_flight):
     else:
         with pytest.raises(InputError, match="calls the trainer while it draws a batch"):
             train(trainer, batches(trainer), epochs=1)
+
+
+def test_draws_in_threads_of_a_stream_are_said(caplog):
+    """Hugging Face's `shuffle` makes what lies before it in threads, which nothing can seed."""
+    datasets = pytest.importorskip("datasets", reason="Hugging Face's datasets are not installed")
+
+    def noisy(example):
+        return {"x": example["x"] + torch.rand(()).item()}
+
+    def said_of(made):
+        stream = datasets.Dataset.from_dict({"x": [*range(32)]}).to_iterable_dataset()
+        loader = DataLoader(made(stream).with_format("torch"), batch_size=8)
+        with open_trainer(nn.Linear(1, 1)) as trainer:
+            caplog.clear()
+            for _ in range(2):
+                assert len([*trainer.epoch(loader)]) == 4
+        return [line for line in caplog.messages if "in threads of its own" in line]
+
+    assert len(said_of(lambda stream: stream.map(noisy).shuffle(seed=1, buffer_size=4))) == 1
+    assert not said_of(lambda stream: stream.shuffle(seed=1, buffer_size=4).map(noisy))
+    assert not said_of(lambda stream: stream.map(noisy))
+    assert not said_of(lambda stream: stream.map(lambda one: one).shuffle(seed=1, buffer_size=4))

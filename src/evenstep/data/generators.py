@@ -82,7 +82,16 @@ class BorrowedGenerators:
     @property
     def have_drawn(self) -> bool:
         """Whether a number was drawn since they were seeded."""
-        return not all(map(same_state, self._seeded, self._states))
+        return self.have_drawn_since(self._seeded)
+
+    @property
+    def states(self) -> list[Any]:
+        """Where the last call has stopped."""
+        return self._states
+
+    def have_drawn_since(self, states: Sequence[Any]) -> bool:
+        """Return whether a number was drawn since they had these states."""
+        return not all(map(same_state, states, self._states))
 
     @INTERRUPTS.uninterrupted
     def seed(self, seed: int) -> None:

@@ -65,6 +65,7 @@ class Stream:
         self._step = 0
         self._digest: int | None = None  # of the epoch's first batch
         self._snapshots: list[_Snapshot] = []
+        self._has_said_threads = False
         self._tells_place = False  # the loader's own state, of each batch
         self._states: list[int] = []  # its checksums after two batches
         self._begun = 0  # epochs
@@ -305,15 +306,33 @@ class Stream:
             )
 
     def _next(self) -> Any:
+        states = self._numbers.states
+        threads = set() if self._step else {*threading.enumerate()}
         batch = self._call(next, self._iterator, _END)
         if batch is _END:
             return batch
         if self._step == 0:
             self._digest = digest_of_batch(batch)
+            if threads < {*threading.enumerate()} and self._numbers.have_drawn_since(states):
+                self._say_threads()
         self._step += 1
         if self._has_state:
             self._watch_state()
         return batch
+
+    def _say_threads(self) -> None:
+        """Log once that the loader may draw in threads of its own: none seeds them at a batch."""
+        dataset = getattr(self._loader, "dataset", self._loader)
+        if self._has_said_threads or not _may_draw_in_threads(dataset):
+            return
+        self._has_said_threads = True
+        logger.warning(
+            "%s makes examples in threads of its own. If random numbers are drawn there, from "
+            "torch's, Python's or numpy's default generator, they depend on timing, so each run "
+            "has another result: draw behind what starts the threads (`stream.shuffle(...).map("
+            "augment)`, not the other way round), or in the model",
+            type(self._loader).__name__,
+        )
 
     @property
     def _is_exact(self) -> bool:
@@ -368,12 +387,26 @@ def _has_shuffle_buffer(dataset: Any) -> bool:
     return any("BufferShuffled" in type(one).__name__ for one in _streams_of(dataset))
 
 
+def _may_draw_in_threads(dataset: Any) -> bool:
+    """Return whether threads of a loader may draw; in those of Hugging Face, only a `map` does."""
+    streams = [one for one in _streams_of(dataset) if one is not None]
+    in_threads = (one for one in streams if "Interleaved" in type(one).__name__)
+    return not streams or any(
+        hasattr(inner, "function") for one in in_threads for inner in _streams_below(one)
+    )
+
+
 def _streams_of(dataset: Any) -> Iterator[object]:
     """Yield what one of Hugging Face's streams is made of."""
-    level = [getattr(dataset, "_ex_iterable", None)]
+    yield from _streams_below(getattr(dataset, "_ex_iterable", None))
+
+
+def _streams_below(stream: object) -> Iterator[object]:
+    """Yield a stream, and what it is made of."""
+    level = [stream]
     while level:
         yield from level
-        level = [inner for stream in level for inner in _inner_streams(stream)]
+        level = [inner for one in level for inner in _inner_streams(one)]
 
 
 def _inner_streams(stream: object) -> list[object]:
