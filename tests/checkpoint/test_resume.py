@@ -177,3 +177,35 @@ def test_a_buffer_that_is_not_persistent_is_saved(tmp_path):
     resumed = evenstep.Trainer.load(tmp_path, *new(), devices=2)
     assert float(resumed.model.scale) == 0.25
     assert resumed.fingerprint() == trainer.fingerprint()
+
+
+class OneCounter(torch.optim.Optimizer):
+    """Divides its rate by one count of steps, which all parameters have in common."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        (group,) = self.param_groups
+        for parameter in group["params"]:
+            first = self.state[group["params"][0]]
+            self.state[parameter].setdefault("step", first.setdefault("step", torch.zeros(())))
+        self.state[group["params"][0]]["step"] += 1
+        for parameter in group["params"]:
+            rate = group["lr"] / self.state[parameter]["step"].item()
+            parameter.sub_(parameter.grad, alpha=rate)
+
+
+def test_a_tensor_that_parameters_have_in_common_stays_one(tmp_path):
+    def made():
+        model, _, _ = parts("convolution")
+        return model, OneCounter(model.parameters()), LOSS
+
+    with evenstep.Trainer(*made(), devices=1) as whole:
+        run(whole, 3)
+        whole.save(tmp_path)
+        run(whole, 6)
+    with evenstep.Trainer.load(tmp_path, *made(), devices=2) as resumed:
+        run(resumed, 6)
+    assert resumed.fingerprint() == whole.fingerprint()

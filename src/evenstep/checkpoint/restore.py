@@ -23,6 +23,7 @@ Scheduler: TypeAlias = torch.optim.lr_scheduler.LRScheduler
 # Keys beside those of an optimizer's state_dict.
 _INNER = "inner_optimizers"  # the state_dicts of those inside it
 _HELD = "held_scheduler"  # in a scheduler's, the only key in the place of another scheduler
+_ONE = "one_tensor"  # where in the state tensors are that several parameters have in common
 _OUTER = "outer_state"  # the state of one around them, whose own state_dict may lose it
 
 # What libraries raise for a state of a different kind than they expect.
@@ -107,9 +108,21 @@ def _restore_extra(model: nn.Module, saved: Mapping[str, Any]) -> None:
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the `state_dict` of an optimizer, and of those inside it with states of their own."""
-    state: dict[str, Any] = optimizer.state_dict()
-    inner = {place: one.state_dict() for place, one in inner_optimizers(optimizer).items()}
+    state = _state_of_one(optimizer)
+    inner = {place: _state_of_one(one) for place, one in inner_optimizers(optimizer).items()}
     return {**state, _INNER: inner, _OUTER: _outer_state(optimizer)} if inner else state
+
+
+def _state_of_one(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return an optimizer's `state_dict`, and which tensors in it are one, such as a counter."""
+    state: dict[str, Any] = optimizer.state_dict()
+    places: dict[int, list[list[Any]]] = {}
+    for number, of_parameter in state["state"].items():
+        for key, value in of_parameter.items() if isinstance(of_parameter, dict) else ():
+            if isinstance(value, torch.Tensor):
+                places.setdefault(id(value), []).append([number, key])
+    common = [some for some in places.values() if len(some) > 1]
+    return {**state, _ONE: common} if common else state
 
 
 def _outer_state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
@@ -178,7 +191,7 @@ def _restore_one(optimizer: torch.optim.Optimizer, saved: Tree) -> None:
     """
     before = [{**group} for group in optimizer.param_groups]
     try:
-        optimizer.load_state_dict(saved)
+        optimizer.load_state_dict({key: value for key, value in saved.items() if key != _ONE})
         _share_again(optimizer.param_groups, before)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         numbers = [number for group in saved["param_groups"] for number in group["params"]]
@@ -189,6 +202,10 @@ def _restore_one(optimizer: torch.optim.Optimizer, saved: Tree) -> None:
                     continue
                 if loaded.dtype != value.dtype or loaded.stride() != value.stride():
                     optimizer.state[parameter][key] = value.to(loaded.device, copy=True)
+        state_of = {n: optimizer.state[p] for n, p in zip(numbers, parameters, strict=True)}
+        for (number, key), *others in saved.get(_ONE, ()):
+            for other, its_key in others:
+                state_of[other][its_key] = state_of[number][key]
     except _UNFIT as error:
         raise CheckpointError(
             f"the checkpoint is of a different optimizer than {type(optimizer).__name__} with "
