@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from evenstep.arithmetic.mode import PortableMode
+from evenstep.errors import ModelError
 
 ROUNDING = 2e-5  # relative; some hundred roundings of 2⁻²⁴
 
@@ -179,3 +180,17 @@ def test_muon_computes_its_bfloat16_products_in_float32():
             optimizer.step()
         results.append(parameter.detach())
     assert float((results[0] - results[1]).abs().max()) < 0.1 * 2**-6  # some roundings of bfloat16
+
+
+X = [torch.ones(3), torch.ones(2)]
+LISTS = {
+    "a number to the power of each": lambda: torch._foreach_pow(2.0, X),
+    "a tensor of factors": lambda: torch._foreach_addcmul(X, X, X, torch.tensor([2.0, 3.0])),
+    "norms in float64": lambda: torch._foreach_norm(X, 2, dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("case", LISTS)
+def test_forms_of_list_operations_that_are_not_portable_are_refused(case):
+    with PortableMode(), pytest.raises(ModelError, match="not portable"):
+        LISTS[case]()

@@ -348,3 +348,10 @@ def test_arguments_that_do_not_fit_raise_torchs_error():
         torch.nn.functional.conv2d(source, weight, torch.ones(5), groups=2)
     with PortableMode(), pytest.raises(ModelError, match="convolution of float64"):
         torch.nn.functional.conv2d(source.double(), weight.double(), groups=2)
+
+
+@pytest.mark.parametrize("more", [1, -1])
+def test_padding_of_an_output_that_torch_refuses_is_refused(more):
+    images, weight = torch.ones(1, 1, 3, 3), torch.ones(1, 1, 2, 2)
+    with PortableMode(), pytest.raises((RuntimeError, ModelError), match="output.padding"):
+        torch.nn.functional.conv_transpose2d(images, weight, output_padding=more)

@@ -296,3 +296,16 @@ def test_wrong_dimensions_are_refused(variant):
             torch.ones(2, 3).mean((0, -2))
         with pytest.raises(ModelError, match="logsumexp of float64"):
             torch.ones(2, dtype=torch.float64).logsumexp(0)
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.uint8, torch.bool, torch.int64, None])
+def test_a_sum_of_integers_has_the_type_that_is_asked_for(kind):
+    for numbers in (torch.arange(300), torch.arange(300.0), torch.arange(300) > 2):
+        if kind is None and numbers.is_floating_point():
+            continue
+        expected = numbers.sum(dtype=kind), numbers.view(3, 100).sum(1, dtype=kind)
+        with PortableMode():
+            found = numbers.sum(dtype=kind), numbers.view(3, 100).sum(1, dtype=kind)
+        for one, other in zip(found, expected, strict=True):
+            assert one.dtype is other.dtype
+            assert torch.equal(one, other)

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from torch.nn import functional
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils import _pytree as pytree
 
 import evenstep
@@ -257,3 +258,16 @@ def test_gradients_that_share_memory_are_added_up_once():
     one = of_shards(torch.ones(4, 3), 4)
     found = add_up([one, one.view(3), one[:2]], 4)
     assert [part.tolist() for part in found] == [[4.0] * 3, [4.0] * 3, [4.0] * 2]
+
+
+def packed(x, lengths):
+    one = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+    return pad_packed_sequence(one, batch_first=True)[0]
+
+
+def test_lengths_of_packed_sequences_are_refused():
+    # torch reads the sizes of packed batches by their address: those of the first shard
+    lengths = torch.tensor([[6, 5, 5, 4], [6, 6, 4, 4]])
+    each = [((torch.ones(4, 6, 3), one), {}) for one in (*lengths, lengths[0])]
+    with evenstep.portable(), pytest.raises(NotTogetherError, match="packed"):
+        together(packed, each)

@@ -70,8 +70,12 @@ def _for_each(name: str) -> Callable[..., Any] | None:
     scale = "value" if name.startswith("addc") else None  # positional for lists, by name for one
 
     def run(first: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        if scale and len(args) > 2:
-            args, kwargs = args[:2], {scale: args[2]}
+        by_name = [scale] if scale and len(args) > 2 else ["dtype"] if name == "norm" else []
+        if by_name:
+            most = 2 if scale else 1
+            args, kwargs = args[:most], {**kwargs, **dict(zip(by_name, args[most:], strict=False))}
+        if not isinstance(first, list | tuple) or isinstance(kwargs.get("value"), torch.Tensor):
+            return NotImplemented  # a number to the power of each; a tensor of factors
         results = []
         for number, tensor in enumerate(first):
             own = [_own(value, number) for value in args]

@@ -25,7 +25,7 @@ MOVES = """
     replication_pad1d replication_pad2d replication_pad3d
     index _unsafe_index index_select gather take _pack_padded_sequence
     embedding masked_select masked_fill masked_scatter where scatter select_scatter
-    slice_scatter diagonal_scatter as_strided_scatter index_copy index_fill
+    slice_scatter diagonal_scatter as_strided_scatter index_fill
     im2col unfold_copy pixel_shuffle pixel_unshuffle channel_shuffle view_as_real_copy complex
     select_backward slice_backward diagonal_backward block_diag unbind_copy _conj _neg_view
     upsample_nearest1d upsample_nearest2d upsample_nearest3d max_unpool2d max_unpool3d
@@ -34,7 +34,7 @@ MOVES = """
 
 COMPARISONS = """
     eq ne lt le gt ge equal is_same_size isnan isinf isposinf
-    isneginf signbit isin allclose fmax fmin max min amax amin aminmax argmax argmin
+    isneginf signbit isin allclose fmax fmin max min argmax argmin
     clamp clamp_min clamp_max sort kthvalue median
     nanmedian mode cummax cummin unique_dim _unique2 unique_consecutive searchsorted bucketize
     nonzero count_nonzero any all relu threshold threshold_backward hardtanh
@@ -67,8 +67,8 @@ OTHERS = {
     "div": ["Tensor_mode", "Scalar_mode"],
     "scatter": ["reduce", "value_reduce"],
     "sort": ["default"],
-    "max": ["other"],
-    "min": ["other"],
+    "max": ["default", "other"],
+    "min": ["default", "other"],
     "clamp": ["Tensor"],
     "clamp_min": ["Tensor"],
     "clamp_max": ["Tensor"],

@@ -1,15 +1,19 @@
-"""Maxima of pairs and shrinkages, by comparisons.
+"""Maxima and shrinkages, by comparisons.
 
 Torch's own kernels treat zeros of different signs, and gradients that are NaN, differently in the
-body and in the tail of a loop over vectors, whose width differs between processors.
+body and in the tail of a loop over vectors, whose width differs between processors, and in parts
+of a tensor that different threads compare.
 """
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 
 from evenstep.arithmetic.arrays import Scalar
-from evenstep.arithmetic.operations import kernel
+from evenstep.arithmetic.operations import kernel, operation
 
 
 @kernel("maximum", "max.other", "clamp_min.Tensor")
@@ -52,3 +56,16 @@ def shrink_backward(grad: torch.Tensor, x: torch.Tensor, lambd: Scalar) -> torch
 def softshrink(x: torch.Tensor, lambd: Scalar = 0.5) -> torch.Tensor:
     """Return x − lambd where x > lambd, x + lambd where x < −lambd, else x · 0."""
     return torch.where(x > lambd, x - lambd, torch.where(x < -lambd, x + lambd, x * 0.0))
+
+
+def _extreme(run: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Return the largest or smallest number, or both; a zero is +0."""
+    found = run(x, *args, **kwargs)
+    for one in (found,) if isinstance(found, torch.Tensor) else found:
+        if one.is_floating_point():
+            one.add_(0.0)
+    return found
+
+
+for _name in ("max", "min", "amax", "amin", "aminmax"):
+    kernel(_name)(functools.partial(_extreme, operation(_name)))

@@ -1,12 +1,13 @@
 """Sums of rows by index: gradients of embeddings, gathers and scatters.
 
 Numbers that go to one place are added to what is there, one after the other, in the row-major order
-of the index.
+of the index. Of several that are put to one place, the last stays.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -22,6 +23,7 @@ _add_rows = Function("add_rows", "llllplplpp")
 _add_elements = Function("add_elements", "llllpppp")
 
 NOWHERE = -(2**63)  # no place
+_ONE_THREAD = 32768  # numbers: torch's own kernels put fewer one after the other
 
 Indices = Sequence[torch.Tensor | None]
 
@@ -271,6 +273,21 @@ def scatter_reduce(
     return result
 
 
+@kernel("index_copy_")
+def index_copy_(
+    target: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor
+) -> torch.Tensor:
+    """Put slices to the places along a dimension that the index names, in place."""
+    fits = index.ndim == 1 and source.ndim == target.ndim and source.shape[dim] == len(index)
+    if source.numel() < _ONE_THREAD or not fits:
+        return aten.index_copy_.default(target, dim, index, source)
+    at = index.view([-1 if axis == _dim(target, dim) else 1 for axis in range(target.ndim)])
+    return target.scatter_(dim, at.expand(source.shape), source)
+
+
+kernel("index_copy")(_of_a_copy(index_copy_))
+
+
 # ---- places of a tensor
 
 
@@ -279,13 +296,13 @@ def put_(
     target: torch.Tensor, index: torch.Tensor, source: torch.Tensor, accumulate: bool = False
 ) -> torch.Tensor:
     """Add numbers to places of a flattened tensor, in place, or put them there."""
-    if not accumulate:
+    if not accumulate and source.numel() < _ONE_THREAD:
         return aten.put_.default(target, index, source)
-    if not is_float32(target, source):
+    if accumulate and not is_float32(target, source):
         return NotImplemented
     changed = _changed(target)
     places = _from_start(index.reshape(-1), target.numel())
-    add_rows(changed.view(-1, 1), places, source.reshape(-1, 1))
+    (add_rows if accumulate else _put_rows)(changed.view(-1, 1), places, source.reshape(-1, 1))
     return _stored(target, changed)
 
 
@@ -298,9 +315,9 @@ def index_put_(
     unsafe: bool = False,
 ) -> torch.Tensor:
     """Add values to the elements that indices name, in place, or put them there."""
-    if not accumulate:
+    if not accumulate and _is_put_in_order(target, indices, values):
         return aten.index_put_.default(target, indices, values)
-    if not is_float32(target, values):
+    if accumulate and not is_float32(target, values):
         return NotImplemented
     given = _without_masks(target, indices)
     axes = [axis for axis, index in enumerate(given) if index is not None]
@@ -312,7 +329,7 @@ def index_put_(
     rows = _rows(values, target, axes, chosen[0].shape).reshape(-1, length)
     if changed.numel():
         places = _places(chosen, [target.shape[axis] for axis in axes])
-        add_rows(changed.view(-1, length), places, rows)
+        (add_rows if accumulate else _put_rows)(changed.view(-1, length), places, rows)
     elif rows.numel():
         raise IndexError("index is out of bounds for dimension with size 0")
     _stored(part, changed)
@@ -321,6 +338,31 @@ def index_put_(
 
 kernel("put")(_of_a_copy(put_))
 kernel("_index_put_impl", "index_put")(_of_a_copy(index_put_))
+
+
+def _is_put_in_order(target: torch.Tensor, indices: Indices, values: torch.Tensor) -> bool:
+    """Whether torch's own kernel puts numbers one after the other, or no two to one place."""
+    given = [index for index in indices if index is not None]
+    kinds = {one.dtype for one in given}
+    if values.dtype is not target.dtype or kinds & {torch.bool, torch.uint8}:
+        return True
+    try:
+        shape = torch.broadcast_shapes(*(index.shape for index in given))
+    except RuntimeError:  # torch's kernel raises its own error
+        return True
+    behind = [n for n, i in itertools.zip_longest(target.shape, indices) if i is None]
+    return math.prod(shape) * math.prod(behind) < _ONE_THREAD
+
+
+def _put_rows(out: torch.Tensor, at: torch.Tensor, rows: torch.Tensor) -> None:
+    """Put rows to places of `out`: of those for one place, the last.
+
+    Raises:
+        IndexError: a place is negative or not below the number of rows.
+    """
+    if at.numel() and not 0 <= int(at.min()) <= int(at.max()) < len(out):
+        raise IndexError(f"an index is out of bounds for dimension of size {len(out)}")
+    out.scatter_(0, at.view(-1, 1).expand(rows.shape), rows)
 
 
 def _without_masks(target: torch.Tensor, indices: Indices) -> list[torch.Tensor | None]:

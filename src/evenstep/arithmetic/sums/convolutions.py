@@ -222,6 +222,9 @@ def _out_shape(
         return None
     reach = [d * (k - 1) for d, k in zip(dilation, weight[2:], strict=True)]
     if transposed:
+        most = map(max, stride, dilation)
+        if not all(0 <= more < limit for more, limit in zip(output_padding, most, strict=True)):
+            return None
         space = [
             (n - 1) * s - 2 * p + r + o + 1
             for n, s, p, r, o in zip(

@@ -66,7 +66,7 @@ def sum_of(
     if _is_summed(x):
         return reduced_to(VALUES, x, dim, keepdim)
     is_exact = not (x.is_floating_point() or x.is_complex())
-    return aten.sum.dim_IntList(x, dim, keepdim) if is_exact else NotImplemented
+    return aten.sum.dim_IntList(x, dim, keepdim, dtype=dtype) if is_exact else NotImplemented
 
 
 @kernel("mean", "mean.dim")

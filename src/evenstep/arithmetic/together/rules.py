@@ -14,6 +14,7 @@ import torch
 
 from evenstep.arithmetic.operations import operation
 from evenstep.arithmetic.together.blocks import (
+    NotTogetherError,
     blocks_of,
     flat_of_shards,
     of_shards,
@@ -365,6 +366,14 @@ def of_averaged(region: Region, op: Any, grad: torch.Tensor, x: torch.Tensor, *a
         return NotImplemented
     given = [examples_of_all(one, region.shards) for one in (grad, x)]
     return of_examples(region.compute(op, *given, *args), region.shards)
+
+
+@rule("_pack_padded_sequence")
+def pack(region: Region, op: Any, x: torch.Tensor, lengths: torch.Tensor, *args: Any) -> Any:
+    """Refuse lengths of each shard: torch's recurrent layers read what they give by its address."""
+    if blocks_of(lengths) is not None:
+        raise NotTogetherError("the lengths of packed sequences")
+    return NotImplemented
 
 
 @rule("embedding")
