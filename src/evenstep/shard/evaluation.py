@@ -71,10 +71,9 @@ def _pair(name: str, value: Any) -> tuple[Number, Number]:
     Raises:
         ModelError: it is neither.
     """
-    if name == COLLECTED:
+    is_pair = isinstance(value, tuple) and len(value) == 2 and all(map(_is_one_number, value))
+    if is_pair or name == COLLECTED:
         return cast("tuple[Number, Number]", value)
-    if isinstance(value, tuple) and len(value) == 2 and all(map(_is_one_number, value)):
-        return value
     raise ModelError(
         f'the metric "{name}" returned {_described(value)}: return the pair (total, count) over '
         f"the examples that the metric is given, two numbers such as ((output.argmax(1) == "
