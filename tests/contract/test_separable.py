@@ -39,6 +39,14 @@ NOT_SEPARABLE = {
 }
 
 
+def test_a_mean_of_nothing_in_one_shard_is_a_loss_that_does_not_add_up():
+    """Not a loss that adds up, with gradients that don't: its gradients are finite."""
+    labels = torch.arange(32) % 3
+    labels[4:8] = -100  # all that the second of eight shards has
+    with pytest.raises(ContractError, match=r"does not add up .* \+ nan"):
+        train(nn.Linear(6, CLASSES), lambda m, X, y: F.cross_entropy(m(X), y), [(X, labels)])
+
+
 @pytest.mark.parametrize("objective", NOT_SEPARABLE.values(), ids=NOT_SEPARABLE)
 def test_an_objective_that_does_not_add_up_is_refused(objective):
     labels = torch.arange(32) % 3  # other class weights in every shard

@@ -65,6 +65,58 @@ def test_lbfgs_with_one_shard_is_plain_lbfgs():
         assert torch.equal(mine, its)
 
 
+class Extragradient(torch.optim.Optimizer):
+    """Takes the gradient where a first step would lead; it can't step without a closure."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure):
+        evaluate = torch.enable_grad()(closure)
+        loss = evaluate()
+        pairs = [(one, g["lr"]) for g in self.param_groups for one in g["params"]]
+        before = [one.clone() for one, _ in pairs]
+        move(pairs, before)
+        evaluate()
+        move(pairs, before)
+        return loss
+
+
+def move(pairs, before):
+    for (one, rate), start in zip(pairs, before, strict=True):
+        one.copy_(start - rate * one.grad)
+
+
+def with_closures(model, X, y, steps):
+    optimizer = Extragradient(model.parameters(), lr=0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        value = nn.functional.cross_entropy(model(X), y)
+        value.backward()
+        return value
+
+    return [float(optimizer.step(closure).detach()) for _ in range(steps)]
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_an_optimizer_of_ones_own_that_needs_a_closure_gets_it(shards, in_flight):
+    X, y = make_batches((24,))[0]
+    plain = build("convolution").double()
+    expected = with_closures(plain, X.double(), y, steps=3)
+    model = build("convolution").double()
+    ours = Extragradient(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.LambdaLR(ours, lambda step: 1.0)  # it wraps `step`
+    options = {"devices": 2, "shards": shards, "max_in_flight": in_flight}
+    with evenstep.Trainer(model, ours, nn.CrossEntropyLoss(), **options) as trainer:
+        losses = [float(trainer.step(X.double(), y)) for _ in range(3)]
+    assert losses == pytest.approx(expected, rel=1e-12)
+    for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize("steps_before", [0, 1])
 @pytest.mark.parametrize("devices", [1, 2, own(2)], ids=str)
 def test_lbfgs_that_fails_between_evaluations_leaves_everything_as_it_was(devices, steps_before):

@@ -28,6 +28,9 @@ Metric: TypeAlias = Callable[..., "tuple[Number, Number]"]
 Forward: TypeAlias = Callable[..., Batch]
 """`forward(model, *batch) -> output`: a tensor or a tree of tensors, with a row per example."""
 
+COLLECTED = "\0outputs"
+"""The name of what collects outputs for metrics that are objects; no metric of a user has it."""
+
 Pairs: TypeAlias = dict[str, tuple[Number, Number]]
 Measure: TypeAlias = Callable[[nn.Module, Batch, Mapping[str, Metric]], Pairs]
 
@@ -63,20 +66,33 @@ def _call(name: str, metric: Metric, first: Any, what: str, others: Batch, kind:
 
 
 def _pair(name: str, value: Any) -> tuple[Number, Number]:
-    """Return what a metric has returned: (total, count), or a mapping of outputs and targets.
+    """Return what a metric has returned: (total, count), or what `COLLECTED` has collected.
 
     Raises:
         ModelError: it is neither.
     """
-    if not (isinstance(value, Mapping) or (isinstance(value, tuple) and len(value) == 2)):
-        is_tensor = isinstance(value, torch.Tensor)
-        got = f"a tensor of shape {tuple(value.shape)}" if is_tensor else shown(value)
-        raise ModelError(
-            f'the metric "{name}" returned {got}: return the pair (total, count) over the '
-            f"examples that the metric is given, such as ((output.argmax(1) == y).sum(), len(y)), "
-            f"from which the mean over all batches follows"
-        )
-    return cast("tuple[Number, Number]", value)
+    is_pair = isinstance(value, tuple) and len(value) == 2 and all(map(_is_one_number, value))
+    if is_pair or name == COLLECTED:
+        return cast("tuple[Number, Number]", value)
+    raise ModelError(
+        f'the metric "{name}" returned {_described(value)}: return the pair (total, count) over '
+        f"the examples that the metric is given, two numbers such as ((output.argmax(1) == "
+        f"y).sum(), len(y)), from which the mean over all batches follows"
+    )
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if type(value) is tuple:
+        return f"({', '.join(map(_described, value))})"
+    return shown(value)
+
+
+def _is_one_number(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return hasattr(type(value), "__float__")  # also numpy's
 
 
 def measure_shard(

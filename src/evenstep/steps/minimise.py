@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Sequence
 
 import torch
@@ -20,10 +21,21 @@ from evenstep.steps.pipeline import Pipeline
 from evenstep.steps.step import Progress, Step, StepLoss
 from evenstep.steps.update import Update, settle
 
+_BY_PLACE = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+
 
 def minimises(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer needs a closure that evaluates the batch."""
-    return isinstance(optimizer, torch.optim.LBFGS)
+    """Return whether an optimizer needs a closure that evaluates the batch.
+
+    That is LBFGS, and any other whose `step(closure)` has no default for it.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return True
+    try:
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+    except (TypeError, ValueError):  # not a function of Python
+        return False
+    return closure is not None and closure.default is closure.empty and closure.kind in _BY_PLACE
 
 
 class Minimiser:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -308,10 +309,13 @@ def _tolerance(replica: Replica, work: ShardWork, total: torch.dtype) -> float:
 
 
 def _adds_up(together: Loss, apart: Sequence[Loss], tolerance: float) -> bool:
+    """Whether losses add up; one that is not finite together is left to the step, which says so."""
+    if not (math.isfinite(together.total) and math.isfinite(together.divisor)):
+        return True
     totals, divisors = [shard.total for shard in apart], [shard.divisor for shard in apart]
     for ours, parts in ((together.total, totals), (together.divisor, divisors)):
         scale = sum(map(abs, parts)) + _ABSOLUTE * abs(together.divisor)
-        if abs(ours - sum(parts)) > tolerance * scale:
+        if not abs(ours - sum(parts)) <= tolerance * scale:  # a mean of nothing is NaN
             return False
     return True
 

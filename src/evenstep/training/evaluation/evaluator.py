@@ -21,6 +21,7 @@ from evenstep.engine import streams
 from evenstep.engine.interrupts import INTERRUPTS, interruptible
 from evenstep.errors import BatchError, InputError, shown
 from evenstep.shard.evaluation import (
+    COLLECTED,
     Forward,
     Measure,
     evaluation_mode,
@@ -30,7 +31,6 @@ from evenstep.steps.executors import IndependentExecutor
 from evenstep.steps.step import Progress, SeedOf
 from evenstep.steps.update import sum_floats
 from evenstep.training.evaluation.metric_objects import (
-    COLLECTED,
     MetricObjects,
     collect,
     split_metrics,

@@ -23,9 +23,6 @@ from evenstep.errors import InputError, ModelError, add_note, shown
 from evenstep.shard.evaluation import Metric, dim_of_rows, measure_output
 from evenstep.shard.loss import split_batch
 
-COLLECTED = "\0outputs"
-"""The name of `collect` among the metrics of a shard, which no metric of a user has."""
-
 _USE_FUNCTIONS = "use functions, metric(output, *targets) -> (total, count), instead of objects"
 
 
