@@ -125,3 +125,26 @@ def test_a_method_that_is_slower_is_not_taken(monkeypatch):
 def test_a_bad_example_is_refused(example, error):
     with pytest.raises(error):
         evenstep.hybridize(nn.Linear(3, 2), example)
+
+
+class Counts(nn.Module):
+    """Counts its calls in a buffer, and draws a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return x * self.weight + self.calls + torch.rand(3)
+
+
+@pytest.mark.usefixtures("without_compiler")
+def test_buffers_and_the_generator_stay_as_they_were():
+    model, before = Counts(), torch.get_rng_state()
+    buffer = model.calls
+    evenstep.hybridize(model, torch.ones(2, 3))
+    assert model.calls is buffer
+    assert buffer == 0
+    assert torch.get_rng_state().equal(before)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 
 from evenstep.comparison.aligned import Joined, distance, join_calls, rounding_of, same
 from evenstep.comparison.finding import Cause, Finding, because
@@ -167,7 +167,9 @@ def find_other_losses(ours: Run, theirs: Run, number: int) -> Finding | None:
         f"{means[1]:.6g} in {theirs.name}"
     )
     if sorted(counts[0]) == sorted(counts[1]) and len(steps[0]) == len(steps[1]):
-        return because(Cause.LOSS, number, seen, *as_a_multiple(*means), remedy=OTHER_LOSS)
+        sizes = {*counts[0], *counts[1]}
+        lines = as_a_multiple(*means, sizes=sizes)
+        return because(Cause.LOSS, number, seen, *lines, remedy=OTHER_LOSS)
     return because(
         Cause.MEAN,
         number,
@@ -179,10 +181,17 @@ def find_other_losses(ours: Run, theirs: Run, number: int) -> Finding | None:
     )
 
 
-def as_a_multiple(mine: float, its: float) -> Iterator[str]:
-    """Yield a line if one loss is a whole multiple of the other."""
+def as_a_multiple(mine: float, its: float, *, sizes: Container[int] = ()) -> Iterator[str]:
+    """Yield a line if one loss is a whole multiple of the other; `sizes` are those of batches."""
     times = max(map(abs, (mine, its))) / (min(map(abs, (mine, its))) or math.inf)
-    if round(times) > 1 and abs(times - round(times)) < 1e-4 * times:
+    if round(times) < 2 or abs(times - round(times)) >= 1e-4 * times:
+        return
+    if round(times) in sizes:
+        yield (
+            f"one is {round(times)} times the other, as many as a batch has examples: look whether "
+            f"one is a sum over the examples, and the other their mean"
+        )
+    else:
         yield (
             f"one is {round(times)} times the other: look whether it is divided by a number of "
             f"batches (or processes) which fewer of them make up"

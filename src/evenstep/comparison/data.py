@@ -26,7 +26,11 @@ def find_other_data(ours: Run, theirs: Run, number: int) -> Finding | None:
         return other
     if not (Counter(mine) & Counter(its)) and (other := _other_arguments(ours, theirs, number)):
         return other
-    return _at_an_epochs_end(ours, theirs, number) or _another_order(ours, theirs, number)
+    return (
+        _other_sizes(ours, theirs, number)
+        or _at_an_epochs_end(ours, theirs, number)
+        or _another_order(ours, theirs, number)
+    )
 
 
 def _sizes(run: Run, number: int) -> list[int]:
@@ -122,13 +126,35 @@ def _other_arguments(ours: Run, theirs: Run, number: int) -> Finding | None:
     )
 
 
+def _other_sizes(ours: Run, theirs: Run, number: int) -> Finding | None:
+    """Return that the data loaders draw from data sets of different sizes.
+
+    Where updates are made from a different number of examples before an epoch ends, the batch size
+    says more; processes may each have a part of the data set.
+    """
+    sizes = _size_of_data(ours), _size_of_data(theirs)
+    if None in sizes or sizes[0] == sizes[1] or len(ours.processes) != len(theirs.processes):
+        return None
+    is_end = _is_an_epochs_last(ours, number) or _is_an_epochs_last(theirs, number)
+    if len(rows_of(ours, number)) != len(rows_of(theirs, number)) and not is_end:
+        return None
+    return because(
+        Cause.DATA,
+        number,
+        f"the data loaders draw from {sizes[0]} examples in {ours.name}, and from {sizes[1]} in "
+        f"{theirs.name}",
+        remedy="give both the same data set: look at what is left out, filtered or split off",
+    )
+
+
 def _at_an_epochs_end(ours: Run, theirs: Run, number: int) -> Finding | None:
     """Return that the last batch of an epoch is dropped, or was filled up."""
     is_last = [_is_an_epochs_last(run, number) for run in (ours, theirs)]
     mine, its = Counter(rows_of(ours, number)), Counter(rows_of(theirs, number))
     if number and (is_last[0] or is_last[1]) and is_last[0] != is_last[1]:
-        shorter = ours if is_last[0] else theirs
-        counts = [_updates_of_epoch(run, number) for run in (ours, theirs)]
+        epoch = (ours if is_last[0] else theirs).processes[0].steps[number].epoch
+        counts = [_updates_of_epoch(run, epoch) for run in (ours, theirs)]
+        shorter = ours if counts[0] < counts[1] else theirs
         return because(
             Cause.DROPPED,
             number,
@@ -157,9 +183,8 @@ def _is_an_epochs_last(run: Run, number: int) -> bool:
     return number + 1 < len(steps) and steps[number + 1].epoch > steps[number].epoch
 
 
-def _updates_of_epoch(run: Run, number: int) -> int:
-    steps = run.processes[0].steps
-    return sum(step.epoch == steps[number].epoch for step in steps)
+def _updates_of_epoch(run: Run, epoch: int) -> int:
+    return sum(step.epoch == epoch for step in run.processes[0].steps)
 
 
 def _another_order(ours: Run, theirs: Run, number: int) -> Finding:
@@ -177,8 +202,11 @@ def _another_order(ours: Run, theirs: Run, number: int) -> Finding:
         )
     steps = range(min(ours.steps, theirs.steps))
     every = [Counter(row for step in steps for row in rows_of(run, step)) for run in (ours, theirs)]
+    if changed := _changed_in_place(ours, theirs, number):
+        return changed
+    shared = (every[0] & every[1]).total() / max(every[0].total(), 1)
     for run, other in ((theirs, ours), (ours, theirs)):
-        if _repeats_its_order(run) and not _repeats_its_order(other):
+        if shared > 0.01 and _repeats_its_order(run) and not _repeats_its_order(other):
             return because(
                 Cause.SAME_ORDER,
                 number,
@@ -195,7 +223,6 @@ def _another_order(ours: Run, theirs: Run, number: int) -> Finding:
             remedy="seed the order of both in the same way (Loader, or DataLoader's generator=; "
             "torch's DistributedSampler has an order of its own)",
         )
-    shared = (every[0] & every[1]).total() / max(every[0].total(), 1)
     if not common and shared < 0.01:
         evidence = "none of the examples of one is among those of the other"
     else:
@@ -211,6 +238,35 @@ def _another_order(ours: Run, theirs: Run, number: int) -> Finding:
         f"{common} of {mine.total()} examples are the same; {evidence}",
         remedy="seed data, augmentation and order in the same way, and draw from the seeded "
         "generator as often (several processes may have a sampler of their own)",
+    )
+
+
+def _changed_in_place(ours: Run, theirs: Run, number: int) -> Finding | None:
+    """Return that some examples are others, and the rest are at their places.
+
+    Augmentation does that; in a different order, the others would come later in the epoch.
+    """
+    mine, its = rows_of(ours, number), rows_of(theirs, number)
+    common = Counter(mine) & Counter(its)
+    at_places = sum(one == other for one, other in zip(mine, its, strict=True))
+    if common.total() < 2 or at_places != common.total():
+        return None
+    epoch = theirs.processes[0].steps[number].epoch
+    same_epoch = (
+        row
+        for step in range(theirs.steps)
+        if theirs.processes[0].steps[step].epoch == epoch
+        for row in rows_of(theirs, step)
+    )
+    if {*(Counter(mine) - common)} & {*same_epoch}:
+        return None
+    return because(
+        Cause.DATA,
+        number,
+        f"{at_places} of {len(mine)} examples are the same, at the same places, and the others "
+        f"of {ours.name} are nowhere in this epoch of {theirs.name}",
+        remedy="look at what is done to single examples: augmentation, and the generator that it "
+        "draws from; files that differ; what is left out",
     )
 
 

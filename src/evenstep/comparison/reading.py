@@ -102,6 +102,7 @@ class ProcessStep:
         seen: the gradients that the optimizer saw.
         held: the parameters that the optimizer updates.
         settings: the optimizer's settings, for each group of parameters.
+        groups: how many of `held` each group has, in their order.
         optimizer: the number of the optimizer.
         changed: the weights that something else had changed before the step.
         scale: by which a GradScaler had multiplied the losses.
@@ -120,6 +121,7 @@ class ProcessStep:
     seen: dict[str, Kept] = dataclasses.field(default_factory=dict)
     held: list[str] = dataclasses.field(default_factory=list)
     settings: list[Mapping[str, Any]] = dataclasses.field(default_factory=list)
+    groups: list[int] = dataclasses.field(default_factory=list)
     optimizer: int = 0
     changed: dict[str, Kept] = dataclasses.field(default_factory=dict)
     scale: float = 1.0
@@ -133,6 +135,15 @@ class ProcessStep:
     def updates_parts(self) -> bool:
         """Whether the optimizer updates parts of parameters, and other processes the others."""
         return any(name.startswith("part of group ") for name in self.held)
+
+    @property
+    def settings_by_parameter(self) -> dict[str, Mapping[str, Any]]:
+        """The optimizer's settings for each parameter; none where the groups aren't known."""
+        if len(self.groups) != len(self.settings) or sum(self.groups) != len(self.held):
+            return {}
+        pairs = zip(self.settings, self.groups, strict=True)
+        every = (settings for settings, count in pairs for _ in range(count))
+        return dict(zip(self.held, every, strict=True))
 
     @property
     def examples(self) -> list[str]:
@@ -318,6 +329,7 @@ def _process_of(events: Iterator[dict[str, Any]]) -> Process:
             step.seen |= _kept_by_name(event["gradients"])
             step.held += map(_text, event["parameters"])
             step.settings += event["settings"]
+            step.groups += map(int, event.get("groups", ()))
         elif what == "update":
             step.optimizer, step.is_skipped = int(event["optimizer"]), bool(event.get("skipped"))
             for weights in event["weights"]:

@@ -19,6 +19,7 @@ from evenstep.comparison.aligned import (
 from evenstep.comparison.computed import times_larger
 from evenstep.comparison.finding import Cause, Finding, because
 from evenstep.comparison.reading import Kept, ProcessStep, Run
+from evenstep.errors import counted
 
 OTHER_WRITER = (
     "look for code that writes to weights: weight clipping, averages (EMA), a checkpoint that is "
@@ -140,7 +141,8 @@ def find_other_gradients(ours: Run, theirs: Run, number: int) -> Finding | None:
             number,
             f"the gradient of {name} differs by {far:.1e} of its size after the backward pass",
             remedy="look at what the backward pass does besides: hooks, functions of your own, "
-            "gradients of a part of the batch",
+            "gradients of a part of the batch; and at gradients that are left from before, or "
+            "changed between two backward passes (zero_grad, clipping)",
             place=name,
         )
     name, far = furthest(*seen)
@@ -218,7 +220,32 @@ def find_other_settings(ours: Run, theirs: Run, number: int) -> Finding | None:
                 ),
                 "give both the same settings, also by their schedules",
             )
-    return None
+    return _other_groups(ours, theirs, number)
+
+
+def _other_groups(ours: Run, theirs: Run, number: int) -> Finding | None:
+    """Return that a parameter is in a group with other settings."""
+    mine, its = (run.step(number)[0].settings_by_parameter for run in (ours, theirs))
+    found = [
+        (name, key)
+        for name in mine
+        if name in its
+        for key in sorted({*mine[name], *its[name]} - {"initial_lr"})
+        if mine[name].get(key) != its[name].get(key)
+    ]
+    if not found:
+        return None
+    name, key = found[0]
+    more = len({one for one, _ in found} - {name})
+    others = f"; {counted(more, 'parameter')} more have other settings" if more else ""
+    return because(
+        Cause.SETTINGS,
+        number,
+        f"{key} of {name} is {mine[name].get(key)} in {ours.name} and {its[name].get(key)} in "
+        f"{theirs.name}{others}",
+        remedy="put parameters into the same groups (of weight decay, of rates) in both",
+        place=name,
+    )
 
 
 def find_other_update(ours: Run, theirs: Run, number: int) -> Finding | None:
@@ -234,20 +261,9 @@ def find_other_update(ours: Run, theirs: Run, number: int) -> Finding | None:
         for name, kept in seen_by[0].items()
         if name in seen_by[1] and distance(kept, seen_by[1][name]) > rounding_of([mine])
     }
-    for cause, one, other, remedy in (
-        (
-            Cause.UPDATE,
-            ours.weights(number),
-            theirs.weights(number),
-            "look at the optimizer's state: a checkpoint that was loaded in one of them only",
-        ),
-        (
-            Cause.BUFFERS,
-            mine.buffers,
-            its.buffers,
-            "processes keep buffers of their own part of the batch: use SyncBatchNorm, or don't "
-            "compare buffers",
-        ),
+    for cause, one, other in (
+        (Cause.UPDATE, ours.weights(number), theirs.weights(number)),
+        (Cause.BUFFERS, mine.buffers, its.buffers),
     ):
         name, far = furthest(
             *({key: kept[key] for key in kept.keys() - noise} for kept in (one, other))
@@ -258,8 +274,39 @@ def find_other_update(ours: Run, theirs: Run, number: int) -> Finding | None:
         far = typical(one, other) if is_rounded else far
         if far > rounding_of([mine]):
             seen = f"{name} differs by {far:.1e} of its size after the update"
+            if cause is Cause.BUFFERS:
+                return _other_buffers(ours, theirs, number, name, seen)
+            remedy = (
+                "look at the optimizer's state: a checkpoint that was loaded in one of them only"
+            )
             return because(cause, number, seen, remedy=remedy, place=name)
     return None
+
+
+def _other_buffers(ours: Run, theirs: Run, number: int, name: str, seen: str) -> Finding:
+    """Say why a buffer differs: as it did before, by its module's settings, or by processes."""
+    before = [run.processes[0].buffers.get(name) for run in (ours, theirs)]
+    is_old = before[0] is not None and before[1] is not None and not same(before[0], before[1])
+    module = name.rpartition(".")[0]
+    says = [run.processes[0].settings.get(module, "") for run in (ours, theirs)]
+    if says[0] != says[1]:
+        line = f"{module} says of itself: {says[0]} in {ours.name}, {says[1]} in {theirs.name}"
+        remedy = "build the model with the same settings in both"
+        return because(Cause.LAYER, number, seen, line, remedy=remedy, place=module)
+    if is_old:
+        seen = f"{seen}, and before the first one"
+        remedy = "load one checkpoint in both: buffers differ as weights do"
+    elif max(len(run.processes) for run in (ours, theirs)) > 1:
+        remedy = (
+            "processes keep buffers of their own part of the batch: use SyncBatchNorm, or don't "
+            "compare buffers"
+        )
+    else:
+        remedy = (
+            "look for what writes to it besides: calls of the model in training mode that nothing "
+            "is learned from (an evaluation without eval()), code of your own"
+        )
+    return because(Cause.BUFFERS, number, seen, remedy=remedy, place=name)
 
 
 def _scaled(
@@ -291,8 +338,9 @@ def _scaled(
 def first_that_rounds(ours: Run, theirs: Run, number: int) -> str | None:
     """Return which of two runs' tensors differ in a bit after an update; None if none does."""
     mine, its = ours.step(number)[0], theirs.step(number)[0]
+    has_one_scale = mine.scale == its.scale
     for what, one, other in (
-        ("the gradient of", mine.exchanged, its.exchanged),
+        ("the gradient of", mine.exchanged if has_one_scale else {}, its.exchanged),
         ("the gradient of", ours.seen(number), theirs.seen(number)),
         ("", ours.weights(number), theirs.weights(number)),
         ("the buffer", mine.buffers, its.buffers),

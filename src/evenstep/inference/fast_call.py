@@ -7,6 +7,7 @@ agree with the model's own. The weights are those at the time of the call.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -14,7 +15,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -103,7 +104,11 @@ def hybridize(net: nn.Module, example: Inputs) -> Hybrid:
         ModelError: the model can't be called with the example.
         ExportError: the example is not a tensor or a tuple of tensors with a batch dimension.
     """
-    inputs = as_inputs(example)
+    with _as_it_was(net):
+        return _fastest(net, as_inputs(example))
+
+
+def _fastest(net: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Hybrid:
     plain = eager(net)
     try:
         expected = plain(*inputs)
@@ -127,6 +132,24 @@ def hybridize(net: nn.Module, example: Inputs) -> Hybrid:
     refused = "".join(f"; {name}: {reason}" for name, reason in why_not.items())
     logger.info(f"{type(net).__name__}: {fastest[0]} calls are used ({usable}{refused})")
     return Hybrid(net, inputs, methods, calls[fastest[0]])
+
+
+@contextlib.contextmanager
+def _as_it_was(net: nn.Module) -> Iterator[None]:
+    """Restore buffers and torch's generator at the end: the model is called many times inside."""
+    buffers = [
+        (module, name, one, one.clone())
+        for module in net.modules()
+        for name, one in module.named_buffers(recurse=False)
+    ]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        for module, name, one, value in buffers:
+            setattr(module, name, one)
+            if not torch.equal(one, value):
+                one.detach().copy_(value)
 
 
 def eager(net: nn.Module) -> Call:

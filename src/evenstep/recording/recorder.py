@@ -413,6 +413,7 @@ class Recorder:
                 optimizer=self._updates.number_of(optimizer),
                 settings=[kind | settings_of(group) for group in optimizer.param_groups],
                 parameters=[*held],
+                groups=[len(group["params"]) for group in optimizer.param_groups],
                 gradients=self._kept.kept_by_name(
                     (name, one.grad) for name, one in held.items() if one.grad is not None
                 ),
