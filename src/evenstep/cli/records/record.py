@@ -48,7 +48,8 @@ def record(
     started = [sys.executable, *command] if is_script else [*command]
     if shutil.which(started[0]) is None:
         raise InputError(
-            f"got the command {started[0]}, which can't be run: give a script or a program"
+            f"got the command {started[0]}, which can't be run: give a script or a program (for a "
+            f"module, `python -m name`)"
         )
     try:
         out.mkdir(parents=True)
