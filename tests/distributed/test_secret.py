@@ -189,10 +189,11 @@ def test_strangers_at_the_socket_get_no_memory_and_keep_nobody(monkeypatch, said
     class Heard:
         def __init__(self, name, greeting=b""):
             self._name, self._connected = name, connect_to(name, greeting)
-            greetings.append(greeting)
+            self._greeting = greeting
 
         def __enter__(self):
             link = self._connected.__enter__()
+            greetings.append(self._greeting)  # was sent: earlier, no stranger can know it
             if said == "repeated":
                 come(self._name)
             return link

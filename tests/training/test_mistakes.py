@@ -360,7 +360,7 @@ MISTAKES = [
     (evaluate({"right": lambda output, y: (output.argmax(1) == y, len(y))}, [(X[:4], y[:4])]),
      f'the metric "right" returned (a tensor of shape (2,), 2): {PAIR}'),
     (evaluate({"both": lambda output, y: {"right": (output.argmax(1) == y).sum()}}),
-     f'the metric "both" returned {{\'right\': tensor(... {PAIR}'),
+     f'the metric "both" returned {{\'right\': tensor( ... {PAIR}'),
     (evaluate({"one": lambda output, y: ("half", len(y))}, [(X[:4], y[:4])]),
      f'the metric "one" returned (\'half\', 2): {PAIR}'),
     (evaluate([a_mean]), f"got a list as metrics: {METRICS}"),
