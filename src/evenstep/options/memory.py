@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -42,11 +42,11 @@ def sizes_of(parameters: Sequence[torch.Tensor], optimizer: torch.optim.Optimize
     trained = [one.nbytes for one in parameters if one.requires_grad]
     held = state = 0
     for group in optimizer.param_groups:
+        at_first = _tensors_of_state(optimizer, group)
         for one in group["params"]:
-            own = optimizer.state.get(one, {}).values()
-            now = sum(value.nbytes for value in own if isinstance(value, torch.Tensor))
+            now = _nbytes(optimizer.state[one]) if one in optimizer.state else 0
             held += now
-            state += now or _tensors_of_state(optimizer, group) * one.nbytes
+            state += now or at_first * one.nbytes
     return Sizes(
         parameters=sum(one.nbytes for one in parameters),
         gradients=sum(trained),
@@ -54,6 +54,10 @@ def sizes_of(parameters: Sequence[torch.Tensor], optimizer: torch.optim.Optimize
         held_state=held,
         largest=max(trained, default=0),
     )
+
+
+def _nbytes(state: Mapping[str, object]) -> int:
+    return sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def _tensors_of_state(optimizer: torch.optim.Optimizer, group: dict[str, object]) -> int:
