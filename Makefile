@@ -7,7 +7,7 @@ DEMO := $(BIN)/evenstep train --model lenet --data digits --batch-size 64 --mome
 
 GAINS := lenet.evenstep.1.v8,lenet.evenstep.2.v8,lenet.plain.1.channels_last,lenet.plain.1.channels_last.keeps,resnet18.evenstep.2.v8
 SYNC := resnet18.evenstep.2.v8.n128,resnet18.evenstep.2.v8.n128.sync
-BENCHMARKS := step_overhead self_check first_step memory embeddings step_profile uneven_devices processes latency cable engine_experiments hybridize stages owners kinds recording portable kills interrupts checkpoints flips soak
+BENCHMARKS := step_overhead self_check first_step memory embeddings step_profile uneven_devices processes latency cable engine_experiments hybridize stages owners kinds recording portable kills interrupts checkpoints flips soak crowds
 
 # A worker that dies ends the tests, with the name of its test.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --max-worker-restart=0

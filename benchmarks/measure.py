@@ -27,7 +27,7 @@ from evenstep.cli.terminal.output import numbers_table, print_table
 NAMES = (
     "speed overhead memory profile uneven processes latency cable hybridize engine kills "
     "checkpoints contract first_step flips soak interrupts text stages owners kinds recording "
-    "portable embeddings copies planned free_threaded"
+    "portable embeddings copies planned free_threaded crowds"
 )
 MODULES = [importlib.import_module(f"specs.{name}") for name in NAMES.split()]
 BENCHMARKS: dict[str, Benchmark] = {one.BENCHMARK.name: one.BENCHMARK for one in MODULES}

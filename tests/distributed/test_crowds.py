@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import json
 import os
 import random
 import signal
@@ -15,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from commands import MLP, steps_kept, trained
+from crowds import figures
 from evenstep.cli.training.record import TrainRecord
 from evenstep.distributed.machines.meeting import StoreRounds, machines_of
 from evenstep.distributed.secret import SealedStore, meeting_key
@@ -30,20 +30,20 @@ V = 16
 HELD = ("sockets", "memory_files", "files", "memory_maps", "threads")
 
 
-def figures(out, processes):
+def trained_together(out, processes):
     """Train in so many processes; return what each of them had."""
     folder = out / str(processes)
     folder.mkdir()
     start = functools.partial(launched, processes) if processes > 1 else alone
     finished = start("crowd.py", folder, V, 3)
     assert finished.returncode == 0, finished.stderr
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)]
+    return figures(folder, processes)
 
 
 @pytest.mark.parametrize("more", [8, pytest.param(16, marks=pytest.mark.slow)])
 def test_on_one_machine_a_process_holds_no_more_because_of_others(more, tmp_path):
     """No connection of each to each: with P processes there would be P (P - 1) sockets."""
-    (alone,), few, many = (figures(tmp_path, processes) for processes in (1, 4, more))
+    (alone,), few, many = (trained_together(tmp_path, processes) for processes in (1, 4, more))
     assert {one["fingerprint"] for one in [*few, *many]} == {alone["fingerprint"]}
     for one in [*few, *many]:
         assert one["sockets"] == 1  # to the store of the launcher

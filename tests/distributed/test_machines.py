@@ -3,7 +3,6 @@
 import contextlib
 import datetime
 import itertools
-import json
 import os
 import threading
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from crowds import LIMIT_S, figures, on_machines
 from evenstep.collectives import connect, forest, tree_sum
 from evenstep.distributed.flat_buffers import FlatSpace
 from evenstep.distributed.machines.meeting import (
@@ -25,13 +25,11 @@ from evenstep.distributed.process_group import Exchange
 from evenstep.distributed.secret import SealedStore
 from evenstep.distributed.shared import rounds as shared_rounds
 from evenstep.errors import PeerError
-from launched import alone, apart
-from machines import at_the_switch, machines_at_a_switch
+from launched import alone
 from over_threads import Counting, on_each, peers_over
 from reference import assert_same_bits
 
 PARAMETERS = [torch.empty(1000), torch.empty(3, 5, dtype=torch.float64), torch.empty(37)]
-LIMIT_S = 500
 EVERYBODY = Exchange("step", "its part")
 
 
@@ -307,22 +305,6 @@ def test_each_process_of_a_machine_knows_what_all_others_say():
 WIDTH = 8192
 
 
-def on_machines(out, sizes, rate):
-    """Train with so many processes on each machine; return the figures of each process."""
-    with machines_at_a_switch(len(sizes), rate) as names:
-        places = [
-            (name, local) for name, size in zip(names, sizes, strict=True) for local in range(size)
-        ]
-        meeting = {"MASTER_ADDR": at_the_switch(0), "MASTER_PORT": "29511"}
-        meeting |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "GLOO_SOCKET_IFNAME": "eth0"}
-        given = [{**meeting, "LOCAL_RANK": str(local)} for _, local in places]
-        within = [("ip", "netns", "exec", name) for name, _ in places]
-        job = ("crowd.py", out, 8, 8, WIDTH)
-        ended = apart(*job, variables=given, within=within, timeout_s=LIMIT_S)
-        assert [code for code, *_ in ended] == [0] * len(places), ended
-    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(len(places))]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S + 60)
 @pytest.mark.parametrize("rate", ["1gbit", "100mbit"])
@@ -331,8 +313,8 @@ def test_a_cable_carries_what_one_process_for_each_machine_would_send(sizes, rat
     """However many processes a machine has; measured at its end of the cable."""
     finished = alone("crowd.py", tmp_path, 8, 8, WIDTH)
     assert finished.returncode == 0, finished.stderr
-    expected = json.loads((tmp_path / "0.json").read_text())
-    found = on_machines(tmp_path, sizes, rate)
+    (expected,) = figures(tmp_path, 1)
+    found = on_machines(tmp_path, sizes, rate, 8, 8, WIDTH)
     assert {one["fingerprint"] for one in found} == {expected["fingerprint"]}
     machines = len(sizes)
     least = 2 * expected["gradient_bytes"] * (machines - 1) / machines

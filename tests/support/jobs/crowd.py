@@ -81,7 +81,7 @@ def main(out, shards, steps, width=64):
     X = torch.randn(4 * shards, 64, generator=torch.Generator().manual_seed(1))
     y = torch.arange(len(X)) % 10
     with evenstep.Trainer(model, optimizer, loss, **parts) as trainer:
-        opened_s = time.perf_counter()
+        opened_at_s, opened_s = time.time(), time.perf_counter()
         trainer.step(X, y)
         trainer.waitall()
         taken_s = time.perf_counter() - opened_s
@@ -92,6 +92,7 @@ def main(out, shards, steps, width=64):
         trainer.waitall()
         ended_s = time.perf_counter()
         figures = {
+            "opened_at_s": opened_at_s,
             "open_s": opened_s - began_s,
             "first_step_s": taken_s,
             "step_ms": 1e3 * (ended_s - first_s) / steps,
