@@ -146,8 +146,12 @@ def test_known_computations_tell_processors_apart():
 def test_the_precision_in_which_gpus_add_up_is_a_fact(monkeypatch):
     before = arithmetic._gpu_facts()
     name = "allow_bf16_reduced_precision_reduction"
-    monkeypatch.setattr(torch.backends.cuda.matmul, name, False)
     monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "1024")
-    after = arithmetic._gpu_facts()
+    was = getattr(torch.backends.cuda.matmul, name)
+    try:
+        setattr(torch.backends.cuda.matmul, name, False)
+        after = arithmetic._gpu_facts()
+    finally:
+        setattr(torch.backends.cuda.matmul, name, was)
     differing = {key for key in after if after[key] != before[key]}
     assert differing == {f"torch.backends.cuda.matmul.{name}", "CUBLASLT_WORKSPACE_SIZE"}

@@ -100,6 +100,11 @@ def ask_for_deterministic_products(kind: str) -> None:
     os.environ[_WORKSPACE] = _DETERMINISTIC
 
 
+def adds_losses_in_any_order(device: torch.device) -> bool:
+    """Return whether `nll_loss` adds up the losses of pixels there by atomic operations."""
+    return device.type == "cuda"
+
+
 def model_name(device: torch.device) -> str:
     """Return the hardware model of an accelerator, or its type if torch doesn't know the model."""
     named = getattr(_module(device.type), "get_device_name", None)

@@ -409,7 +409,8 @@ def _has_random_sum(output: torch.Tensor, target: torch.Tensor) -> bool:
     For labels of pixels or tokens, that on GPUs does. Torch refuses it where algorithms have to be
     deterministic, but gives the loss of each label.
     """
-    return output.is_cuda and output.ndim > 2 and not target.is_floating_point()
+    is_of_places = output.ndim > 2 and not target.is_floating_point()
+    return is_of_places and accelerator.adds_losses_in_any_order(output.device)
 
 
 def _advice_on_labels(output: torch.Tensor, target: torch.Tensor, ignore_index: int) -> str | None:
