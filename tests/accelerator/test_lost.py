@@ -67,6 +67,28 @@ def test_the_others_go_on_without_a_device_whose_kernel_fails(in_flight, kernels
     assert_same_bits(found, train("cpu:0"))
 
 
+@pytest.mark.parametrize("kernels", [14, 20, 26])
+def test_the_others_go_on_where_a_library_has_an_error_of_its_own_for_the_device(kernels, caplog):
+    """cuBLAS and cuDNN, whose errors torch raises as a RuntimeError."""
+
+    def objective(model, X, y):
+        try:
+            output = model(X)
+            if X.device.type == "emu":
+                torch.accelerator.synchronize(X.device.index)
+        except torch.AcceleratorError:
+            raise RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED") from None
+        return nn.functional.cross_entropy(output, y, reduction="sum"), len(y)
+
+    def fail(number):
+        if number == 3:
+            emu.fail_after(1, kernels)
+
+    found = train(["emu:0", "emu:1", "emu:2"], before=fail, objective=objective)
+    assert "emu:1 was lost" in caplog.text
+    assert_same_bits(found, train("cpu:0"))
+
+
 @pytest.mark.parametrize("at", range(1, 5))
 @pytest.mark.thinned(2)
 def test_a_kernel_that_fails_anywhere_leaves_no_wrong_bit(at):

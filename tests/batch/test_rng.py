@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from evenstep.batch import rng
 from evenstep.batch.rng import ShardRandomness, callers_generators
 from evenstep.batch.seeds import derive_seed, shard_seed
+from evenstep.errors import ModelError
 
 SEED = 2**40 + 17
 
@@ -268,3 +270,44 @@ def test_the_default_generator_of_the_cpu_is_never_used(name, mode):
         watcher.join()
     assert seen
     assert all(seen)
+
+
+# ---- what no shard draws, and what an op draws inside another one
+
+
+def test_a_backward_pass_of_the_user_s_own_may_draw_in_a_thread_of_autograd_s(monkeypatch):
+    """On a GPU, each one is computed there."""
+    with ShardRandomness(lambda: SEED):
+        torch.rand(1)
+    monkeypatch.setattr(rng, "is_autograds_thread", lambda: True)
+    torch.manual_seed(3)
+    drawn = torch.rand(1)
+    assert torch.equal(drawn, torch.rand(1, generator=torch.Generator().manual_seed(3)))
+    others, done = threading.Event(), threading.Event()
+
+    def compute_shard():
+        with ShardRandomness(lambda: SEED):
+            others.set()
+            done.wait(10)  # seconds
+
+    thread = threading.Thread(target=compute_shard)
+    thread.start()
+    others.wait(10)
+    try:
+        with pytest.raises(ModelError, match="use_reentrant=False"):
+            torch.rand(1)
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_an_op_that_draws_inside_another_one_moves_the_shard_s_generator_on():
+    """Such as that which seeds the dropout of cuDNN's recurrent layers."""
+    randomness = ShardRandomness(lambda: SEED)
+    own = torch.Generator().manual_seed(SEED)
+    with randomness:
+        drawn = [torch.rand(())]
+        with rng._as_default(randomness.generator(torch.device("cpu"))):
+            drawn += [torch.rand(()) for _ in range(2)]
+        drawn.append(torch.rand(()))
+    assert drawn == [torch.rand((), generator=own) for _ in range(4)]

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from evenstep.devices import Device, arithmetic_facts, instruction_facts, known_results
+from evenstep.devices import Device, arithmetic, arithmetic_facts, instruction_facts, known_results
 from warm import run
 
 CPU = [Device("cpu", 0)]
@@ -141,3 +141,17 @@ def test_known_computations_tell_processors_apart():
     command = [sys.executable, "-c", PROGRAM]
     found = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
     assert ast.literal_eval(found.stdout) != known_results(CPU)
+
+
+def test_the_precision_in_which_gpus_add_up_is_a_fact(monkeypatch):
+    before = arithmetic._gpu_facts()
+    name = "allow_bf16_reduced_precision_reduction"
+    monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "1024")
+    was = getattr(torch.backends.cuda.matmul, name)
+    try:
+        setattr(torch.backends.cuda.matmul, name, False)
+        after = arithmetic._gpu_facts()
+    finally:
+        setattr(torch.backends.cuda.matmul, name, was)
+    differing = {key for key in after if after[key] != before[key]}
+    assert differing == {f"torch.backends.cuda.matmul.{name}", "CUBLASLT_WORKSPACE_SIZE"}

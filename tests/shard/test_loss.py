@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from evenstep.errors import ContractError, ModelError, NonFiniteLossError
+from evenstep.shard import loss as loss_module
 from layouts import own
 from trainers import open_trainer
 from zoo import CLASSES, build, make_batches
@@ -287,3 +288,31 @@ def test_a_model_that_computes_its_loss_gets_all_by_name():
     wanted = model(X, y)["loss"].item()
     with open_trainer(model, lambda out: out["loss"], shards=4) as trainer:
         assert float(trainer.step(inputs=X, labels=y)) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("shape", [(6, 5, 4), (6, 5, 3, 2)])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("examples", [6, None])
+def test_losses_of_pixels_are_added_up_by_a_sum_of_its_own_where_torch_has_no_deterministic_one(
+    monkeypatch, examples, smoothing, shape
+):
+    """As on GPUs; here in float64, against the mean of the plain loss."""
+    reductions = []
+
+    def spy(*given, **named):
+        reductions.append(given[6])
+        return cross_entropy(*given, **named)
+
+    cross_entropy = torch.nn.functional.cross_entropy
+    monkeypatch.setattr(loss_module, "_has_random_sum", lambda *_: True)
+    monkeypatch.setattr(loss_module.F, "cross_entropy", spy)
+    torch.manual_seed(0)
+    output = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    target = torch.randint(5, (shape[0], *shape[2:]))
+    target[0] = -100
+    plain = nn.CrossEntropyLoss(torch.rand(5, dtype=torch.float64), label_smoothing=smoothing)
+    placed = loss_module._PlacedLoss(plain)
+    total, count, *_ = loss_module._class_objective(placed, lambda x: x, (output, target), examples)
+    expected = cross_entropy(output, target, plain.weight, label_smoothing=smoothing)
+    assert torch.allclose(total / count, expected, rtol=1e-12)
+    assert reductions == ["none"]

@@ -11,7 +11,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NoReturn, TypeAlias
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 import optree
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from evenstep.batch.whole import Shared, is_plain, kind_of, transposed_or_shared
 from evenstep.collectives import even_bounds
-from evenstep.devices import Device
+from evenstep.devices import Device, accelerator
 from evenstep.errors import BatchError, ContractError
 from evenstep.private_torch.tensors import version_of
 
@@ -30,6 +30,20 @@ tensors that `shared` has marked."""
 
 Place: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """Copies a tensor to a device; it returns a tensor in memory of its own."""
+
+
+class _Copy(NamedTuple):
+    """A copy of a shared tensor on a device.
+
+    Attributes:
+        tensor: the copy.
+        version: how often it had been written to when it was made.
+        fence: on an accelerator, the event behind its copying; None on a CPU.
+    """
+
+    tensor: torch.Tensor
+    version: int | None
+    fence: torch.Event | None
 
 
 @functools.lru_cache(maxsize=8)
@@ -105,9 +119,7 @@ class Cut:
     structure: optree.PyTreeSpec
     versions: Sequence[int | None] = ()
     shared: Sequence[int] = ()
-    copies: dict[Place, dict[int, tuple[torch.Tensor, int | None]]] = dataclasses.field(
-        default_factory=dict
-    )
+    copies: dict[Place, dict[int, _Copy]] = dataclasses.field(default_factory=dict)
     bounds: Sequence[tuple[int, int]] = dataclasses.field(init=False)
     filled: int = dataclasses.field(init=False)
     weights: Sequence[int] = dataclasses.field(init=False)
@@ -147,13 +159,18 @@ class Cut:
         copies = self.copies.setdefault(place, {})
         if number not in copies:
             copy = place(tensor)
-            copies[number] = copy, _version(copy)
-        return copies[number][0]
+            fence = None if copy.is_cpu else accelerator.fence_here(copy.device)
+            copies[number] = _Copy(copy, _version(copy), fence)
+        found = copies[number]
+        if found.fence is not None:  # made on the stream of another thread, perhaps
+            accelerator.wait_here(found.fence, found.tensor.device)
+            accelerator.keep(found.tensor)
+        return found.tensor
 
     def refuse_written_copies(self) -> None:
         """Refuse a shard that wrote to a shared tensor, which other shards read too."""
         for copies in [*self.copies.values()]:
-            for copy, version in [*copies.values()]:
+            for copy, version, _ in [*copies.values()]:
                 if _version(copy) != version:
                     raise ContractError(
                         f"a shard wrote to the tensor of shape {tuple(copy.shape)} that the batch "

@@ -47,9 +47,12 @@ class ShardRandomness:
             _route_random_ops()
         self._outer = getattr(_HERE, "randomness", None)
         _HERE.randomness = self
+        _in_shards.add(threading.get_ident())
 
     def __exit__(self, *_: object) -> None:
         _HERE.randomness = self._outer
+        if self._outer is None:
+            _in_shards.discard(threading.get_ident())
 
     @property
     def has_drawn(self) -> bool:
@@ -72,7 +75,12 @@ class ShardRandomness:
         return found
 
 
-_HERE = threading.local()  # .randomness: of the shard that the thread computes
+_HERE = threading.local()
+"""Of a thread: `randomness`, of the shard that it computes, and `lent`, the device whose default
+generator has the state of the shard's now."""
+
+_in_shards: set[int] = set()
+"""The threads that compute shards."""
 
 
 def _callers_randomness(device: torch.device) -> ShardRandomness | None:
@@ -80,10 +88,11 @@ def _callers_randomness(device: torch.device) -> ShardRandomness | None:
 
     Raises:
         ModelError: autograd computes part of a shard's backward pass in a thread of its own, where
-            the shard is not known. (On an accelerator, it is a backward pass of the user's own.)
+            the shard is not known. (On an accelerator, and while no shard is computed, it is a
+            backward pass of the user's own.)
     """
     found: ShardRandomness | None = getattr(_HERE, "randomness", None)
-    if found is None and device.type == "cpu" and is_autograds_thread():
+    if found is None and _in_shards and device.type == "cpu" and is_autograds_thread():
         raise ModelError(
             "random numbers are drawn in a backward pass inside more than 60 others, which "
             "autograd runs in a thread of its own: use torch.utils.checkpoint with "
@@ -122,9 +131,11 @@ def _as_default(generator: torch.Generator) -> Iterator[None]:
     with DEFAULT_GENERATORS:
         before = default.get_state()
         default.set_state(generator.get_state())
+        _HERE.lent = generator.device
         try:
             yield
         finally:
+            _HERE.lent = None
             generator.set_state(default.get_state())
             default.set_state(before)
 
@@ -241,6 +252,8 @@ def _draw(op: Any, behind: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
         run = functools.partial(run, *args, **kwargs)
         return run() if watch is None else watch.run(given[0], run)
     device = _device_of(args, kwargs)
+    if getattr(_HERE, "lent", None) == device:  # inside an op that draws from that generator
+        return run(*args, **kwargs)
     randomness = _callers_randomness(device)
     if randomness is None:
         if device.type == "cpu":

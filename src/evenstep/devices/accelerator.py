@@ -17,7 +17,7 @@ import torch
 
 from evenstep.errors import DeviceError
 
-_ASSERTION = "device-side assert"
+_ASSERTION, _NO_MEMORY = "device-side assert", "out of memory"
 _NEEDED = ("device_count", "default_generators")
 """The names in a kind's module without which shards could not be computed there."""
 
@@ -100,6 +100,11 @@ def ask_for_deterministic_products(kind: str) -> None:
     os.environ[_WORKSPACE] = _DETERMINISTIC
 
 
+def adds_losses_in_any_order(device: torch.device) -> bool:
+    """Return whether `nll_loss` adds up the losses of pixels there by atomic operations."""
+    return device.type == "cuda"
+
+
 def model_name(device: torch.device) -> str:
     """Return the hardware model of an accelerator, or its type if torch doesn't know the model."""
     named = getattr(_module(device.type), "get_device_name", None)
@@ -117,19 +122,34 @@ def is_failure(error: BaseException) -> bool:
     """Return whether torch raised an error because an accelerator failed.
 
     An assertion in a kernel (a label that is no class, an index outside of a tensor) is the
-    program's: it would fail on every other device, too.
+    program's: it would fail on every other device, too. So is a lack of memory.
     """
+    text = str(error)
+    return _is_of_accelerator(error) and _ASSERTION not in text and _NO_MEMORY not in text
+
+
+def _is_of_accelerator(error: BaseException) -> bool:
+    """Return whether the error is of a call to an accelerator's runtime."""
     kind = getattr(torch, "AcceleratorError", None)
-    return kind is not None and isinstance(error, kind) and _ASSERTION not in str(error)
+    if kind is not None:
+        return isinstance(error, kind)
+    # Torch 2.6 and 2.7 have no class for it, and spell errors of cuBLAS alike.
+    text = str(error)
+    return type(error) is RuntimeError and text.startswith("CUDA error: ") and "CUBLAS" not in text
+
+
+def failure_of(device: torch.device) -> RuntimeError | None:
+    """Return the error with which an accelerator refuses every call; None if it has not failed."""
+    try:
+        fence_here(device).query()
+    except RuntimeError as error:
+        return error
+    return None
 
 
 def has_failed(device: torch.device) -> bool:
     """Return whether an accelerator refuses every call, since something on it has failed."""
-    try:
-        fence_here(device).query()
-    except RuntimeError:
-        return True
-    return False
+    return failure_of(device) is not None
 
 
 @contextmanager
@@ -145,17 +165,24 @@ def ignoring_failed(*devices: torch.device) -> Iterator[None]:
 # ---- streams and events
 
 
-def open_lane(*devices: torch.device) -> None:
+def streams_on(devices: Sequence[torch.device]) -> list[torch.Stream]:
+    """Return a stream for each of these accelerators."""
+    return [*map(torch.Stream, devices)]
+
+
+def open_lane(streams: Sequence[torch.Stream]) -> None:
     """Let the calling thread compute on accelerators, on each in a stream of its own.
+
+    The device of the last one becomes its current device.
 
     Autograd computes backward passes in the calling thread, as on CPUs, instead of in one thread
     for each device. Each thread numbers the nodes that it makes; a backward pass through another
     one (`create_graph=True`) orders them by number. With nodes of two threads, the order of its
     sums would depend on what else each of them has computed.
     """
-    for device in devices:
-        torch.accelerator.set_device_index(device.index)
-        torch.accelerator.set_stream(torch.Stream(device))
+    for stream in streams:
+        torch.accelerator.set_device_index(stream.device_index)
+        torch.accelerator.set_stream(stream)
     torch.autograd.set_multithreading_enabled(False)
 
 
@@ -229,7 +256,7 @@ def pinned(tensor: torch.Tensor) -> torch.Tensor:
     try:
         return tensor.pin_memory()
     except RuntimeError as error:
-        if not is_failure(error):
+        if not _is_of_accelerator(error):
             raise
         return tensor
 
@@ -242,7 +269,7 @@ def copy_to_pinned(tensor: torch.Tensor) -> torch.Tensor:
     try:
         return tensor.to("cpu", non_blocking=True)
     except RuntimeError as error:
-        if not is_failure(error):
+        if not _is_of_accelerator(error):
             raise
         return tensor.to("cpu")
 

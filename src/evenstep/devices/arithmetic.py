@@ -57,11 +57,21 @@ THREAD_VARIABLES = ("MKL_DYNAMIC", "OMP_DYNAMIC")
 """Settings that change how many threads a computation is split over, where there are several."""
 
 GPU_VARIABLES = (
+    "CUBLASLT_WORKSPACE_SIZE",
     "CUBLAS_WORKSPACE_CONFIG",
+    "DISABLE_ADDMM_CUDA_LT",
     "NVIDIA_TF32_OVERRIDE",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "TORCH_BLAS_PREFER_CUBLASLT",
 )
 """Settings for GPUs."""
+
+_HALF_PRECISION = (
+    "allow_fp16_reduced_precision_reduction",
+    "allow_bf16_reduced_precision_reduction",
+    "allow_fp16_accumulation",  # of torch 2.7
+)
+"""Settings of `torch.backends.cuda.matmul` that decide in which precision products add up."""
 
 _LIBRARIES = {
     "MKL": r"Math Kernel Library Version (\S+)",
@@ -145,6 +155,12 @@ def _gpu_facts() -> dict[str, str]:
         "the version of cuDNN": str(backends.cudnn.version()),
         "torch.backends.cudnn.enabled": str(backends.cudnn.enabled),
         "the float32 precision of CUDA": _precision(*_precisions_on_gpus()),
+        **{
+            f"torch.backends.cuda.matmul.{name}": _value_of(
+                str, [functools.partial(getattr, backends.cuda.matmul, name)]
+            )
+            for name in _HALF_PRECISION
+        },
         **_environment(GPU_VARIABLES),
     }
 

@@ -452,10 +452,13 @@ class Engine:
         assert self._lanes is not None
         return self._lanes.side_by_side
 
-    def adopt(self, lane: int) -> None:
-        """Make the calling thread, which a task has started, compute as a thread of `lane`."""
+    def adopt(self, lane: int, seat: int) -> None:
+        """Make the calling thread, which a task has started, compute as a thread of `lane`.
+
+        Of those that compute at the same time, each has a `seat`.
+        """
         assert self._lanes is not None
-        self._lanes.adopt(lane)
+        self._lanes.adopt(lane, seat)
 
     def give_up_device_of(self, task: Task) -> None:
         """Give up the device whose failure, if that is the cause, made an ended task fail."""

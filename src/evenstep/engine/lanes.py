@@ -68,8 +68,13 @@ class Lanes(Protocol):
     def side_by_side(self) -> bool:
         """Whether tasks on several lanes run at the same time, and may wait for each other."""
 
-    def adopt(self, lane: int) -> None:
-        """Make the calling thread, which a task has started, compute as a thread of `lane`."""
+    def adopt(self, lane: int, seat: int) -> None:
+        """Make the calling thread, which a task has started, compute as a thread of `lane`.
+
+        Of those that compute at the same time, each has a seat. On accelerators it has streams,
+        which the next thread in it uses, too: the memory that one stream has freed, and the
+        workspace that cuBLAS keeps for it, are for no other.
+        """
 
 
 class ThreadLanes:
@@ -91,6 +96,7 @@ class ThreadLanes:
         self._inboxes: list[queue.SimpleQueue[Work | None]] = []
         self._threads: list[threading.Thread] = []
         self._here = threading.local()
+        self._streams: dict[tuple[int, int], Sequence[torch.Stream]] = {}  # of threads' seats
 
     def open(self) -> None:
         """Start a computing and a copying thread for each device, and wait until all are ready.
@@ -161,10 +167,11 @@ class ThreadLanes:
         lane: int = self._here.lane
         return lane
 
-    def adopt(self, lane: int) -> None:
+    def adopt(self, lane: int, seat: int) -> None:
         """Make the calling thread compute as the lane's own thread does."""
         self._here.lane = lane
-        self._fix(self.devices[lane % len(self.devices)])
+        device = self.devices[lane % len(self.devices)]
+        self._streams[lane, seat] = self._fix(device, self._streams.get((lane, seat)))
         self.within().__enter__()  # until the thread ends
 
     def _run(
@@ -193,12 +200,19 @@ class ThreadLanes:
         self._fix(device)
 
     @staticmethod
-    def _fix(device: Device) -> None:
+    def _fix(
+        device: Device, streams: Sequence[torch.Stream] | None = None
+    ) -> Sequence[torch.Stream]:
+        """Set this thread up for a device; return its streams: those given, or new ones."""
         _fix_threads(device.threads)
         _fix_modes()
-        if device.is_accelerator:
+        if not device.is_accelerator:
+            return ()
+        if streams is None:
             others = (part for part in device.parts if part.index != device.index)
-            accelerator.open_lane(*(one.torch_device for one in (*others, device)))
+            streams = accelerator.streams_on([one.torch_device for one in (*others, device)])
+        accelerator.open_lane(streams)
+        return streams
 
 
 _Outcomes: TypeAlias = "queue.SimpleQueue[BaseException | None]"
@@ -281,7 +295,7 @@ class InlineLanes:
     def close(self, lost: set[int]) -> None:
         """Do nothing: there are no threads to stop."""
 
-    def adopt(self, lane: int) -> None:
+    def adopt(self, lane: int, seat: int) -> None:
         """Make the calling thread compute as a task of that lane does."""
         _fix_threads(self.devices[lane].threads)
         self.within().__enter__()

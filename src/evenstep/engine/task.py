@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from evenstep.devices import accelerator
+from evenstep.devices import Device, accelerator
 from evenstep.devices.accelerator import autocast_kinds
 from evenstep.engine.graph import Place
 from evenstep.engine.schedule import Job
@@ -241,6 +241,19 @@ def sources_in(arguments: Any) -> list[Source]:
             elif kind is dict:
                 found += sources_in(argument.values())
     return found
+
+
+def failure_behind(error: BaseException, device: Device) -> BaseException:
+    """Return the failure of a device behind an error; the error itself if it has not failed.
+
+    Libraries that torch calls (cuBLAS, cuDNN) have errors of their own for a failed device.
+    """
+    if isinstance(error, RuntimeError) and not is_device_failure(error):
+        for part in device.parts:
+            failure = accelerator.failure_of(part.torch_device) if part.is_accelerator else None
+            if failure is not None and accelerator.is_failure(failure):
+                return failure
+    return error
 
 
 def is_device_failure(error: BaseException | None) -> bool:

@@ -445,6 +445,8 @@ class Replicas:
                 self.computed.hide(modules)
         opening = [buffer.detach().clone() for buffer in self.home.buffers]
         self._opened = [*map(_VERSION, self._distinct)]
+        # Its kernels may have been launched only, and its memory may be of the caller's stream.
+        self._opening_before = self.home.opening
         self.home.opening = opening
         for replica in self.all:
             replica.opening, replica.graph_nodes = opening, -1

@@ -26,6 +26,7 @@ from evenstep.batch import Batch
 from evenstep.batch.advice import whole_in_one
 from evenstep.batch.cut import tensors_of
 from evenstep.batch.nesting import Keywords
+from evenstep.devices import accelerator
 from evenstep.engine.interrupts import INTERRUPTS
 from evenstep.errors import ModelError, add_note, counted, shown
 from evenstep.private_torch.modules import ANY_HOOKS
@@ -155,7 +156,7 @@ class _PlacedLoss:
 
     def __init__(self, loss: Loss) -> None:
         self._loss = loss
-        self._copies: dict[torch.device, tuple[list[object], Any]] = {}
+        self._copies: dict[torch.device, tuple[list[object], Any, torch.Event]] = {}
 
     def on(self, device: torch.device) -> Any:
         """Return the loss for `device`: the user's own on the CPU, a copy on a GPU.
@@ -171,11 +172,12 @@ class _PlacedLoss:
         if device.type == "cpu":
             return loss
         settings = _settings_of(loss)
-        known, placed = self._copies.get(device, (None, None))
-        if known is None or not _are_same(known, settings):
+        known = self._copies.get(device)
+        if known is None or not _are_same(known[0], settings):
             placed = copy.deepcopy(loss).to(device)
-            self._copies[device] = settings, placed
-        return placed
+            known = self._copies[device] = settings, placed, accelerator.fence_here(device)
+        accelerator.wait_here(known[2], device)  # another lane of the device may have copied it
+        return known[1]
 
 
 def _settings_of(loss: nn.Module) -> list[object]:
@@ -350,11 +352,12 @@ def _class_objective(
         refuse_unfit_output(placed.on(target.device), output, targets)
     loss = placed.on(output.device)
     try:
-        if examples is None:
+        if examples is None and not _has_random_sum(output, target):
             return loss(output, target), 1
         if output.dtype in HALF_PRECISION and loss.weight is None:
             output = output.float()
-        return _class_sums(loss, output, target, examples if alike else None)
+        sums = _class_sums(loss, output, target, examples if alike else None)
+        return (sums[0] / sums[1], 1) if examples is None else sums
     except (RuntimeError, IndexError, ValueError) as error:
         with contextlib.suppress(Exception):  # the error is what matters
             if (advice := _advice_on_labels(output, target, loss.ignore_index)) is not None:
@@ -386,14 +389,28 @@ def _class_sums(
     total: torch.Tensor
     if hooked and count:  # hooks get the mean, as without evenstep
         total = loss(output, target) * count
-    elif isinstance(loss, nn.NLLLoss):
-        total = F.nll_loss(output, target, weight, ignore_index=ignored, reduction="sum")
     else:
-        smoothing = loss.label_smoothing
-        total = F.cross_entropy(output, target, weight, None, ignored, None, "sum", smoothing)
+        is_apart = _has_random_sum(output, target)
+        reduction = "none" if is_apart else "sum"
+        if isinstance(loss, nn.NLLLoss):
+            total = F.nll_loss(output, target, weight, ignore_index=ignored, reduction=reduction)
+        else:
+            rest = weight, None, ignored, None, reduction, loss.label_smoothing
+            total = F.cross_entropy(output, target, *rest)
+        total = total.sum() if is_apart else total
     if examples is None or targets == examples:
         return total, count
     return total / (targets // examples), count / (targets // examples)
+
+
+def _has_random_sum(output: torch.Tensor, target: torch.Tensor) -> bool:
+    """Return whether torch's kernel adds up the losses of labels in an order of its own each time.
+
+    For labels of pixels or tokens, that on GPUs does. Torch refuses it where algorithms have to be
+    deterministic, but gives the loss of each label.
+    """
+    is_of_places = output.ndim > 2 and not target.is_floating_point()
+    return is_of_places and accelerator.adds_losses_in_any_order(output.device)
 
 
 def _advice_on_labels(output: torch.Tensor, target: torch.Tensor, ignore_index: int) -> str | None:

@@ -170,7 +170,7 @@ def main():
     for one in fault:
         plant(one)
     torch.set_num_threads(1)
-    accelerator.open_lane(HERE)
+    accelerator.open_lane(accelerator.streams_on([HERE]))
     meet()
     peers = join(20.0)
     found = {}

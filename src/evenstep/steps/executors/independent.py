@@ -17,7 +17,7 @@ from evenstep.contract.overlap import refuse_shared_outputs
 from evenstep.devices import Device
 from evenstep.engine import Engine, Task, streams
 from evenstep.engine.interrupts import interruptible
-from evenstep.engine.task import PLAIN, is_device_failure
+from evenstep.engine.task import PLAIN, failure_behind, is_device_failure
 from evenstep.errors import ContractError, add_note
 from evenstep.nn.slice_runners import Exchanged
 from evenstep.options.experiment import Experiment
@@ -211,8 +211,11 @@ class IndependentExecutor:
                     attempt.cut.refuse_written_copies()
         except BaseException as error:
             attempt.drop()
-            explain(error, attempt, shard, replica, replica.device)
-            raise
+            failure = failure_behind(error, replica.device)
+            explain(failure, attempt, shard, replica, replica.device)
+            if failure is error:
+                raise
+            raise failure from error
         finally:
             shard_here.reset(outside)
 
@@ -245,9 +248,20 @@ class IndependentExecutor:
         for shard in shards:
             if not attempt.ending.dropped:
                 copied[shard] = attempt.cut.take(shard, place)
+        if device.is_accelerator:  # until then, what the caller writes may be what is copied
+            ends_s = time.perf_counter() + self.lost.after_s
+            self._finish_copies(attempt, device, ends_s)
         attempt.cut.check_unchanged()
         attempt.clock.data_are_ready()
         return copied
+
+    def _finish_copies(self, attempt: Attempt, device: Device, ends_s: float) -> None:
+        """Wait for the copies of the calling lane, but no longer than for a device that hangs."""
+
+        def is_late() -> bool:
+            return attempt.ending.dropped or time.perf_counter() > ends_s
+
+        streams.finish([streams.fence_here(device)], is_late)
 
     @property
     def check_limit_s(self) -> float:
@@ -431,6 +445,8 @@ class IndependentExecutor:
         if batch is None:
             batch = cut.take(shard, self._place[lane])
             if batches is not None:  # the user may have changed the examples meanwhile
+                if replica.device.is_accelerator:
+                    self._finish_kernels([streams.fence_here(replica.device)])
                 cut.check_unchanged()
         elif not cut.lies_on(batch, replica.device):  # copied for another device's run
             batch = streams.copy_to(batch, replica.device)

@@ -82,11 +82,11 @@ class LockstepExecutor(IndependentExecutor):
         replicas = [self.replicas.of_lane(lane, place) for place in range(len(shards))]
         opened, closed = streams.given_from(device, None), list[streams.Given]()
 
-        def compute_one(replica: Replica, shard: int) -> Leaf | None:
+        def compute_one(replica: Replica, shard: int, seat: int) -> Leaf | None:
             in_step = ShardInStep(lockstep, shard, turns)
 
             def in_turn() -> Leaf:
-                self.engine.adopt(lane)
+                self.engine.adopt(lane, seat)
                 streams.taken(opened, device)
                 shard_here.set(in_step)  # in a thread of the shard's own
                 try:
@@ -108,8 +108,8 @@ class LockstepExecutor(IndependentExecutor):
 
         found: list[Future[Leaf | None]] = []
         try:
-            for replica, shard in zip(replicas, shards, strict=True):
-                found.append(_in_thread(functools.partial(compute_one, replica, shard)))
+            for seat, (replica, shard) in enumerate(zip(replicas, shards, strict=True)):
+                found.append(_in_thread(functools.partial(compute_one, replica, shard, seat)))
         except RuntimeError as error:  # the system refuses another thread
             attempt.drop()  # those that have begun wait for the others
             wait(found)
