@@ -54,15 +54,6 @@ class ReadInForward(InAGlobal):
         return h * KEPT["it"][:, None]
 
 
-class ReadByTheFirstLayers(InAGlobal):
-    """What is set before the first layer is read before the second one."""
-
-    def forward(self, x):
-        KEPT["it"] = x.detach().square().mean(1)
-        h = self.first(x).tanh() * KEPT["it"][:, None]
-        return self.third(self.second(h).tanh())
-
-
 class KeptForBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -121,7 +112,6 @@ BAD = {
     "a class": (InAClass, weighted(lambda model: InAClass.kept)),
     "a global": (InAGlobal, weighted(of_global)),
     "read in forward": (ReadInForward, plain),
-    "read by the first layers": (ReadByTheFirstLayers, plain),
     "read in backward": (ReadInBackward, plain),
 }
 GOOD = {

@@ -27,7 +27,6 @@ from evenstep.replicas.replica import same_bits
 from evenstep.shard.forward_backward import ShardWork
 from evenstep.shard.loss import ShardObjective
 
-_LAYERS = 4  # behind which another shard begins
 _LONGEST_S = 20.0  # for which a shard waits for another one that begins inside it
 
 
@@ -91,15 +90,13 @@ def _error(differing: str) -> ContractError:
 
 @contextlib.contextmanager
 def _interrupted(model: nn.Module, other: Callable[[], object]) -> Iterator[None]:
-    """Inside `with`, call `other` behind some layers of the model's forward pass, and at its end.
+    """Inside `with`, call `other` in the middle of the model's forward pass, and at its end.
 
     It is called in a thread of its own, as by another device. If it takes long, the shard goes on
     meanwhile, since it may hold a lock that the other one wants; both have ended at the end.
     """
     last_layers = [one for one in model.modules() if next(one.children(), None) is None]
-    count = len(last_layers)  # what a value is kept for may begin and end anywhere
-    some = {number * (count - 1) // (_LAYERS - 1) for number in range(_LAYERS)} | {count // 2}
-    places = [*(last_layers[number] for number in sorted(some)), model]
+    places = [last_layers[len(last_layers) // 2], model]
     threads: list[threading.Thread] = []
 
     def passed(module: nn.Module, *_: object) -> None:
@@ -113,8 +110,6 @@ def _interrupted(model: nn.Module, other: Callable[[], object]) -> Iterator[None
         threads.append(thread)
         thread.start()
         thread.join(_LONGEST_S)
-        if thread.is_alive():
-            places.clear()
 
     hook = register_module_forward_hook(passed)
     try:
