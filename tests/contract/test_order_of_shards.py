@@ -75,6 +75,51 @@ def test_state_in_a_plain_object_is_refused_by_name(check):
         train(InAnObject(), check=check)
 
 
+class Slotted:
+    __slots__ = ("mean",)
+
+    def __init__(self):
+        self.mean = 0.0
+
+
+class InSlots(nn.Module):
+    """Keeps a running mean in an object that has slots instead of a `__dict__`."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.state = net(), Slotted()
+
+    def forward(self, x):
+        self.state.mean = 0.9 * self.state.mean + 0.1 * float(x.mean())
+        return self.net(x)
+
+
+class Registers(nn.Module):
+    """Registers a buffer with the first values that it sees, or with a table."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.net, self.value = net(), value
+
+    def forward(self, x):
+        if not hasattr(self, "first"):
+            self.register_buffer("first", self.value(x))
+        return self.net(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(InSlots, "model.state"), (lambda: Registers(lambda x: x.mean(0)), "model.first")],
+)
+def test_state_in_slots_and_in_registered_buffers_is_refused_by_name(make, name):
+    with pytest.raises(ContractError, match=rf"{name} has a different value after a shard"):
+        train(make())
+
+
+def test_a_table_that_the_first_shard_registers_is_fine():
+    train(Registers(lambda x: torch.arange(6.0)))
+
+
 def test_counting_and_noting_shards_is_fine():
     class Diary(nn.Linear):
         calls = 0

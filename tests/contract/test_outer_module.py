@@ -117,3 +117,60 @@ def test_reading_the_outer_model_without_a_gradient_is_fine():
             trainer.step(X, Y)
             prints.add(trainer.fingerprint())
     assert len(prints) == 1
+
+
+def clears_before(model, optimizer, outer, x, y):
+    optimizer.zero_grad()
+    return F.cross_entropy(model(x), y)
+
+
+def clears_after(model, optimizer, outer, x, y):
+    loss = F.cross_entropy(model(x), y)
+    outer.zero_grad()
+    return loss
+
+
+def fills(model, optimizer, outer, x, y):
+    optimizer.zero_grad(set_to_none=False)
+    return F.cross_entropy(model(x), y)
+
+
+def clears_its_own(model, optimizer, outer, x, y):
+    model.zero_grad()
+    return F.cross_entropy(model(x), y)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("objective", [clears_before, clears_after, fills])
+def test_an_objective_that_clears_the_gradients_of_the_model_is_refused(objective, devices):
+    """Another device may be computing them: torch crashed, or ended with a segmentation fault."""
+    model = net()
+    optimizer = sgd(model)
+
+    def training_step(copied, x, y):
+        return objective(copied, optimizer, model, x, y)
+
+    with evenstep.Trainer(model, optimizer, objective=training_step, devices=devices) as trainer:
+        before = trainer.fingerprint()
+        with pytest.raises(ContractError, match=r"leave out optimizer\.zero_grad\(\)"):
+            trainer.step(X, Y)
+        assert trainer.fingerprint() == before
+        assert all(one.grad is None for one in model.parameters())
+
+
+def test_gradients_of_the_users_own_and_of_the_copy_may_be_there():
+    prints = set()
+    for devices in (1, 2):
+        model = net()
+        optimizer = sgd(model)
+
+        def training_step(copied, x, y, given=(optimizer, model)):
+            return clears_its_own(copied, *given, x, y)
+
+        with evenstep.Trainer(
+            model, optimizer, objective=training_step, devices=devices
+        ) as trainer:
+            sum(one.square().sum() for one in model.parameters()).backward()
+            trainer.step(X, Y)
+            prints.add(trainer.fingerprint())
+    assert len(prints) == 1

@@ -126,6 +126,50 @@ def test_the_exit_code_is_that_of_the_script(tmp_path):
     assert "no model was called" in done.stderr
 
 
+def test_a_script_that_ends_by_a_signal_has_its_exit_code(tmp_path):
+    path = tmp_path / "dies.py"
+    path.write_text("import os\nos.kill(os.getpid(), 11)\n")
+    assert command("record", "--out", tmp_path / "it.rec", path).returncode == 128 + 11
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_script_may_take_its_time_to_end_by_a_signal(sent, tmp_path):
+    path = tmp_path / "saves.py"
+    path.write_text(
+        "import signal, sys, time\n"
+        "def stop(*_):\n    time.sleep(1)\n    print('saved', flush=True)\n    sys.exit(7)\n"
+        "signal.signal(signal.SIGINT, stop)\nsignal.signal(signal.SIGTERM, stop)\n"
+        "print('ready', flush=True)\ntime.sleep(60)\n"
+    )
+    started = [sys.executable, "-m", "evenstep", "record", "--out", tmp_path / "it.rec", path]
+    with subprocess.Popen(
+        [*map(str, started)], stdout=subprocess.PIPE, text=True, env=FRESH, start_new_session=True
+    ) as process:
+        assert process.stdout.readline() == "ready\n"
+        send = os.killpg if sent == signal.SIGINT else os.kill  # the first is Ctrl-C
+        send(process.pid, sent)
+        assert process.stdout.read() == "saved\n"
+    assert process.returncode == 7
+
+
+def test_a_fork_does_not_end_the_record(tmp_path):
+    with evenstep.record(tmp_path / "it.rec"):
+        train_a_step(model := nn.Linear(2, 1), torch.optim.SGD(model.parameters(), lr=0.1))
+        recorder = next(iter(hooks_of_optimizers._global_optimizer_post_hooks.values())).__self__
+        child = os.fork()
+        if not child:
+            recorder.stop()
+            os._exit(0)
+        os.waitpid(child, 0)
+    (file,) = (tmp_path / "it.rec").iterdir()
+    assert file.read_text().count('"what":"end"') == 1
+
+
+def train_a_step(model, optimizer):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+
 @pytest.mark.slow
 def test_a_script_has_the_environment_that_the_user_has_set(tmp_path):
     path = tmp_path / "prints.py"

@@ -164,6 +164,35 @@ class Keeping(nn.Module):
         return hidden + self.mean
 
 
+class Assigning(nn.Module):
+    """Assigns its running mean to a buffer, and subtracts it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(36, 5)
+        self.register_buffer("mean", torch.zeros(5))
+
+    def forward(self, x):
+        hidden = self.layer(x.flatten(1)) - self.mean
+        self.mean = 0.9 * self.mean + 0.1 * hidden.mean(0)
+        return hidden
+
+
+def test_what_forward_assigns_to_a_buffer_is_its_value_after_the_step():
+    def run(**options):
+        model = Assigning()
+        with opened(model, **options) as trainer:
+            losses = [float(trainer.step(*batch)) for batch in make_batches((16, 16, 16))]
+            return losses, model.mean.clone(), trainer.fingerprint()
+
+    one, two, eagerly = run(), run(devices=own(2)), run(compile=False)
+    assert one[1].abs().max() > 0.01
+    assert one[2] == two[2]
+    torch.testing.assert_close(one[1], eagerly[1])
+    assert one[0] == pytest.approx(eagerly[0], rel=1e-5)
+
+
 def hooked_layer():
     model = build("convolution")
     model[1].register_full_backward_hook(lambda *_: None)

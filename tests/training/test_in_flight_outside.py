@@ -375,3 +375,24 @@ def test_a_hook_on_the_optimizers_step_is_refused_with_steps_in_flight(devices, 
         with pytest.raises(InputError, match=rf"register_step_{kind}_hook(?s:.*)update="):
             trainer.step(*BATCHES[1])
         trainer.waitall()
+
+
+@on_devices
+def test_a_learning_rate_that_the_objective_reads_is_refused_if_it_changes_in_flight(devices):
+    """A step is updated with its own rate, whatever its shards have read in the optimizer."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def objective(model, X, y):
+        return scaled(model, X, y, 1 + optimizer.param_groups[0]["lr"])
+
+    with evenstep.Trainer(
+        model, optimizer, objective=objective, devices=devices, max_in_flight=2
+    ) as trainer:
+        trainer.step(*BATCHES[0])
+        trainer.waitall()
+        optimizer.param_groups[0]["lr"] = 0.05
+        trainer.step(*BATCHES[1])
+        optimizer.param_groups[0]["lr"] = 0.01
+        with pytest.raises(InputError, match=r"param_groups\[0\]\['lr'\] was changed with a step"):
+            trainer.step(*BATCHES[2])

@@ -13,8 +13,10 @@ import torch
 from torch import nn
 
 from evenstep.devices.addresses import ALIGNMENT, PAGE, copy_in_page, is_alone, rounding
+from evenstep.private_torch.modules import own_buffers
 from evenstep.private_torch.tensors import version_of
 from evenstep.replicas import Replica, StandIn
+from evenstep.replicas.module_sync import own_attributes
 from evenstep.replicas.replica import same_bits, sums_of_bits
 
 _INTERNALS = frozenset(nn.Module().__dict__)
@@ -90,6 +92,18 @@ def attributes_of(module: nn.Module) -> Attributes:
         for key, value in child.__dict__.items()
         if key not in _INTERNALS
     }
+
+
+def state_of(replica: Replica) -> Attributes:
+    """Return the plain attributes of all modules, and buffers that shards have registered."""
+    known = {*map(id, replica.buffers)}
+    registered = {
+        (name, key): buffer.detach().clone()
+        for name, child in replica.module.named_modules()
+        for key, buffer in own_buffers(child).items()
+        if buffer is not None and id(buffer) not in known
+    }
+    return {**attributes_of(replica.module), **registered}
 
 
 def changed_attributes(before: Attributes, after: Attributes) -> list[str]:
@@ -187,8 +201,8 @@ def _copied_leaf(value: Any, depth: int) -> Any:
         return repr(value) if type(value) is StandIn else value.detach().clone()
     if isinstance(value, np.ndarray):
         return value.copy()
-    if depth and hasattr(value, "__dict__") and not isinstance(value, _ATOMS):
-        return {key: _copied(inner, depth - 1) for key, inner in vars(value).items()}
+    if depth and not isinstance(value, _ATOMS) and (own := own_attributes(value)):
+        return {key: _copied(inner, depth - 1) for key, inner in own.items()}
     return value
 
 

@@ -19,6 +19,7 @@ from evenstep.contract.module_state import (
     differing_attributes,
     differing_counts,
     named,
+    state_of,
 )
 from evenstep.contract.repeat import REMEDY, ShardResult, first_difference, repeat_error
 from evenstep.errors import ContractError
@@ -72,7 +73,7 @@ def refuse_deciding_counts(
 
 def refuse_passed_on(fresh: Attributes, replica: Replica) -> None:
     """Refuse attributes in which a replica has other values than a shard leaves on a fresh copy."""
-    _refuse(differing_attributes(fresh, attributes_of(replica.module)))
+    _refuse(differing_attributes(fresh, state_of(replica)))
 
 
 def _refuse(passed: list[str]) -> None:

@@ -21,6 +21,7 @@ from evenstep.contract.module_state import (
     changed_attributes,
     elsewhere,
     parameter_marks,
+    state_of,
 )
 from evenstep.contract.outside.foreign_draws import ForeignDraws, refuse_foreign_draws
 from evenstep.contract.outside.outer_module import on_copies_alone
@@ -176,7 +177,7 @@ def compute_observed(
         )
     finally:
         _give_gradients(leaves, gradients)
-    return ShardResult(leaf, values[0], leaves, attributes_of(replica.module))
+    return ShardResult(leaf, values[0], leaves, state_of(replica))
 
 
 def _give_gradients(

@@ -149,7 +149,7 @@ class Recorder:
         """Record no more; called while an optimizer goes over its hooks, which it has to keep."""
         with self._lock:
             self._undo.close()
-            if self._file is not None:
+            if self._file is not None and os.getpid() == self._process:  # no fork of it
                 self._file.write({"what": "end"})
                 self._file.close()
 

@@ -239,10 +239,15 @@ def _read_memory(value: Any) -> Contents:
 
 def _read_object(value: Any) -> Contents:
     """Return the attributes of an object, and its items if it is a container too."""
-    own = getattr(value, "__dict__", {})
+    own = own_attributes(value)
+    return type(value), *own, *own.values(), *_items(value)
+
+
+def own_attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object by name, also those in slots."""
     slots = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
-    held = [getattr(value, name) for name in slots if hasattr(value, name)]
-    return type(value), *own, *own.values(), *held, *_items(value)
+    held = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return {**getattr(value, "__dict__", {}), **held}
 
 
 def _slots_of(kind: type) -> Sequence[str]:

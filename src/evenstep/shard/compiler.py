@@ -319,13 +319,17 @@ def _joint(
     own = [buffer.clone() for buffer in buffers]
     values = dict(zip(names, [*leaves, *own], strict=True))
     total, count = functional_call(whole, values, (batch, examples))
+    closing = [
+        now if now is before else now.detach().clone()  # forward has assigned a different tensor
+        for now, before in zip([values[name] for name in names[len(leaves) :]], own, strict=True)
+    ]
     learning = [leaf for leaf in leaves if leaf.requires_grad]
     begin = root.to(total.dtype).expand_as(total)
     found = iter(torch.autograd.grad(total, learning, begin, allow_unused=True))
     gradients = [next(found) if leaf.requires_grad else None for leaf in leaves]
     # A Python number may come from a tensor's value: only an output of the graph is each shard's.
     divisor = (torch.ones((), dtype=torch.float64) * count).detach()
-    return Outcome(total.detach(), divisor, gradients, own)
+    return Outcome(total.detach(), divisor, gradients, closing)
 
 
 def _root(divisor: int) -> torch.Tensor:

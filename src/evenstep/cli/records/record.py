@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -69,19 +71,36 @@ def record(
             f"each process",
             err=True,
         )
-        code = subprocess.run(started, env=variables, check=False).returncode
+        code = _run(started, variables)
     if not any(out.iterdir()):
         out.rmdir()
         click.echo(
             f"evenstep: no model was called in {' '.join(command)}: nothing was recorded", err=True
         )
-        return code if code > 0 else 1
+        return code or 1
     if not any(map(_has_update, out.glob("process-*.jsonl"))):
         click.echo(
             f"evenstep: no optimizer of torch.optim made an update in {' '.join(command)}: "
             f"`evenstep compare` needs some",
             err=True,
         )
+    return code
+
+
+def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run a command; return its exit code, as a shell has it, even if it ends by a signal.
+
+    Ctrl-C reaches the command, too, which may take its time to save what it has. (`subprocess.run`
+    would kill it after a quarter of a second.) SIGTERM is passed on.
+    """
+    with subprocess.Popen(command, env=environment) as process:
+        before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+        try:
+            while (code := process.poll()) is None:
+                with contextlib.suppress(KeyboardInterrupt):
+                    code = process.wait()
+        finally:
+            signal.signal(signal.SIGTERM, before)
     return 128 - code if code < 0 else code
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 from evenstep.errors import ContractError
+from evenstep.private_torch.tensors import version_of
 from evenstep.replicas import Replica
 from evenstep.replicas.replica import same_bits
 from evenstep.shard.forward_backward import OuterModelError
@@ -19,11 +22,12 @@ def on_copies_alone(home: Replica) -> Iterator[None]:
     module, and an objective may call a model from outside.
 
     Raises:
-        ContractError: names a buffer that was written, or the loss depends on the model's own
-            parameters.
+        ContractError: names a buffer that was written, or a parameter whose gradient was cleared;
+            or the loss depends on the model's own parameters.
     """
     try:
-        yield
+        with _uncleared_gradients(home):
+            yield
     except OuterModelError as error:
         raise ContractError(
             "the loss depends on parameters of the model itself where it is computed on a copy of "
@@ -33,6 +37,34 @@ def on_copies_alone(home: Replica) -> Iterator[None]:
     finally:  # also where the shard has raised an error, which the step meets again
         if not home.device.is_accelerator:
             _refuse_written_buffers(home)
+
+
+@contextmanager
+def _uncleared_gradients(home: Replica) -> Iterator[None]:
+    """Refuse shards on a copy of the model that clear or change the gradients of the model itself.
+
+    Another device may just compute these. A parameter without a gradient gets one of zeros here.
+    """
+    pairs = zip(home.names, home.parameters, strict=True)
+    learning = [(name, one) for name, one in pairs if one.requires_grad]
+    before = [one.grad for _, one in learning]
+    for (_, one), gradient in zip(learning, before, strict=True):
+        if gradient is None:
+            one.grad = torch.zeros_like(one)
+    there = [(one.grad, version_of(one.grad)) for _, one in learning if one.grad is not None]
+    try:
+        yield
+        for (name, one), (gradient, version) in zip(learning, there, strict=True):
+            if one.grad is not gradient or version_of(gradient) != version:
+                raise ContractError(
+                    f"the objective, or forward, clears or writes the gradient of {name} of the "
+                    f"model itself, which a different device may be computing: leave out "
+                    f"optimizer.zero_grad(), since each step begins with new gradients, and "
+                    f"change gradients in before_update="
+                )
+    finally:
+        for (_, one), gradient in zip(learning, before, strict=True):
+            one.grad = gradient
 
 
 def _refuse_written_buffers(home: Replica) -> None:

@@ -179,6 +179,9 @@ class _Search:
             self._todo += [(type(value.__self__).__name__, value.__self__), (name, value.__func__)]
         elif isinstance(value, types.FunctionType):
             self._read_function(value)
+        elif isinstance(value, torch.optim.Optimizer):
+            if "param_groups" in self._attributes and not self._is_hook:
+                self._read_groups(name, value)
         elif type(value) is dict and not self._is_hook:
             plain = {key: one for key, one in value.items() if isinstance(one, _PLAIN)}
             self._add(name, value, plain, is_item=True)
@@ -227,6 +230,12 @@ class _Search:
             for tensors in (own_parameters(layer), own_buffers(layer)) if with_tensors else ():
                 self._add(name, tensors, tensors, is_item=False)
             self._todo.append((name, type(layer).forward))
+
+    def _read_groups(self, name: str, optimizer: torch.optim.Optimizer) -> None:
+        """Take learning rates and other settings: the step has those of its time, not the code."""
+        for number, group in enumerate(optimizer.param_groups):
+            plain = {key: one for key, one in group.items() if isinstance(one, _PLAIN)}
+            self._add(f"{name}.param_groups[{number}]", group, plain, is_item=True)
 
     def _read_attributes(self, name: str, value: Any) -> None:
         """Take the attributes of an object that the code reads, and its methods."""
