@@ -50,7 +50,7 @@ def _uncleared_gradients(home: Replica) -> Iterator[None]:
     before = [one.grad for _, one in learning]
     for (_, one), gradient in zip(learning, before, strict=True):
         if gradient is None:
-            one.grad = torch.zeros_like(one)
+            one.grad = one.detach().new_zeros(()).expand_as(one)  # takes no memory
     there = [(one.grad, version_of(one.grad)) for _, one in learning if one.grad is not None]
     try:
         yield
