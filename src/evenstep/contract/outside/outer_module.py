@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
 from evenstep.errors import ContractError
 from evenstep.private_torch.tensors import version_of
 from evenstep.replicas import Replica
