@@ -2,7 +2,8 @@
 
 Devices compute shards at the same time. Each has its own copy of the model, but all share what lies
 outside of it: a dict that a hook fills, a global variable, an attribute of a class. A shard that
-writes such a value before it reads it depends on no shard before it, but on those beside it.
+writes such a value before it reads it depends on no shard before it, but on those beside it. It is
+found if a layer of the model lies between the two, or the model's end.
 """
 
 from __future__ import annotations
@@ -90,38 +91,83 @@ def _error(differing: str) -> ContractError:
 
 @contextlib.contextmanager
 def _interrupted(model: nn.Module, other: Callable[[], object]) -> Iterator[None]:
-    """Inside `with`, call `other` in the middle of the model's forward pass, and at its end.
+    """Inside `with`, run `other` one layer behind the model's forward pass, and end it at its end.
 
-    It is called in a thread of its own, as by another device. If it takes long, the shard goes on
-    meanwhile, since it may hold a lock that the other one wants; both have ended at the end.
+    It is called in a thread of its own, as by another device. So what the model's code sets before
+    the end of any layer, and reads behind it, is what `other` has set meanwhile.
     """
-    last_layers = [one for one in model.modules() if next(one.children(), None) is None]
-    places = [last_layers[len(last_layers) // 2], model]
-    threads: list[threading.Thread] = []
-
-    def passed(module: nn.Module, *_: object) -> None:
-        place = next((one for one in places if one is module), None)
-        if place is None:
-            return
-        places.remove(place)
-        given = _called, other, within("portable" if is_portable_here() else "torch")
-        here = contextvars.copy_context()
-        thread = threading.Thread(target=here.run, args=given, daemon=True)
-        threads.append(thread)
-        thread.start()
-        thread.join(_LONGEST_S)
-
-    hook = register_module_forward_hook(passed)
+    behind = _Behind(model, other)
+    hook = register_module_forward_hook(behind.passed)
     try:
         yield
     finally:
         hook.remove()
-        for thread in threads:
-            thread.join()
+        behind.end()
 
 
-def _called(
-    function: Callable[[], object], arithmetic: Callable[[], AbstractContextManager[object]]
-) -> None:
-    with arithmetic(), torch.no_grad(), contextlib.suppress(Exception):
-        function()  # its errors are met where it is computed by itself
+class _Behind:
+    """Runs a function beside a model's forward pass, by turns: a layer here, a layer there.
+
+    If a turn takes long, both go on at the same time, since one may hold a lock that the other
+    wants.
+    """
+
+    def __init__(self, model: nn.Module, other: Callable[[], object]) -> None:
+        self._model, self._other = model, other
+        self._layers = {id(one) for one in model.modules() if _has_no_parts(one)}
+        self._has_turn, self._is_done = threading.Semaphore(0), threading.Semaphore(0)
+        self._takes_turns = True
+        self._thread: threading.Thread | None = None
+
+    def passed(self, module: nn.Module, *_: object) -> None:
+        """Hear of a module's forward pass that has ended, in any thread."""
+        if not self._takes_turns:
+            return
+        if threading.current_thread() is self._thread:
+            if _has_no_parts(module):
+                self._is_done.release()
+                self._wait_for(self._has_turn)
+        elif module is self._model:
+            thread = self._begun()
+            self._go_on()
+            thread.join(_LONGEST_S)
+        elif id(module) in self._layers:
+            self._begun()
+            self._has_turn.release()
+            self._wait_for(self._is_done)
+
+    def end(self) -> None:
+        """Wait until the function has ended, if it has begun."""
+        if self._thread is not None:
+            self._go_on()
+            self._thread.join()
+
+    def _begun(self) -> threading.Thread:
+        """Return the thread, which computes as the calling one does."""
+        if self._thread is None:
+            given = self._run, within("portable" if is_portable_here() else "torch")
+            here = contextvars.copy_context()
+            self._thread = threading.Thread(target=here.run, args=given, daemon=True)
+            self._thread.start()
+        return self._thread
+
+    def _wait_for(self, turn: threading.Semaphore) -> None:
+        if not turn.acquire(timeout=_LONGEST_S):
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Take no more turns."""
+        self._takes_turns = False
+        self._has_turn.release()
+
+    def _run(self, arithmetic: Callable[[], AbstractContextManager[object]]) -> None:
+        self._has_turn.acquire()
+        try:
+            with arithmetic(), torch.no_grad(), contextlib.suppress(Exception):
+                self._other()  # its errors are met where it is computed by itself
+        finally:
+            self._is_done.release()
+
+
+def _has_no_parts(module: nn.Module) -> bool:
+    return next(module.children(), None) is None
