@@ -352,7 +352,7 @@ def _class_objective(
         refuse_unfit_output(placed.on(target.device), output, targets)
     loss = placed.on(output.device)
     try:
-        if examples is None and not _has_random_sum(output, target):
+        if examples is None and not (output.ndim > 2 and _has_random_sum(output, target)):
             return loss(output, target), 1
         if output.dtype in HALF_PRECISION and loss.weight is None:
             output = output.float()
@@ -390,7 +390,7 @@ def _class_sums(
     if hooked and count:  # hooks get the mean, as without evenstep
         total = loss(output, target) * count
     else:
-        is_apart = _has_random_sum(output, target)
+        is_apart = output.ndim > 2 and _has_random_sum(output, target)
         reduction = "none" if is_apart else "sum"
         if isinstance(loss, nn.NLLLoss):
             total = F.nll_loss(output, target, weight, ignore_index=ignored, reduction=reduction)
@@ -409,8 +409,8 @@ def _has_random_sum(output: torch.Tensor, target: torch.Tensor) -> bool:
     For labels of pixels or tokens, that on GPUs does. Torch refuses it where algorithms have to be
     deterministic, but gives the loss of each label.
     """
-    is_of_places = output.ndim > 2 and not target.is_floating_point()
-    return is_of_places and accelerator.adds_losses_in_any_order(output.device)
+    has_labels = not target.is_floating_point()
+    return has_labels and accelerator.adds_losses_in_any_order(output.device)
 
 
 def _advice_on_labels(output: torch.Tensor, target: torch.Tensor, ignore_index: int) -> str | None:
