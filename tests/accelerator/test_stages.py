@@ -328,7 +328,8 @@ def test_a_step_blocks_nowhere_and_polls_a_few_events_on_each_device(in_flight):
     for waits in waits_of_steps("lenet", max_in_flight=in_flight, **two()):
         polled = waits.pop(emu.POLLING)
         assert not waits
-        assert polled <= 2 * (SHARDS + BESIDES), polled
+        copies = SHARDS * (in_flight > 1)  # made ahead, and waited for: the batch may be written
+        assert polled <= 2 * (SHARDS + BESIDES) + copies, polled
 
 
 # ---- times, and devices that fail
